@@ -1,0 +1,31 @@
+"pagedlm: LLM serving you can read. Names load on first use, so that importing the package loads no heavy library."
+__version__ = "0.0.1"
+
+import importlib
+
+_homes = {
+    'core': 'Request SamplingParams Sequence Status Plan Chunk NewSequence StepResult Output Outputs Grant Usage '
+            'PagedLMError ConfigError InvalidRequestError RequestTooLargeError DuplicateRequestError BlockError SchedulerError '
+            'ModelNotFoundError',
+    'trace': 'Trace Event',
+    'memory.block_allocator': 'BlockAllocator',
+    'memory.block_table': 'BlockTable',
+    'memory.block_manager': 'BlockManager check_pool check_plan',
+    'memory.contiguous': 'ContiguousMemory',
+    'scheduling.scheduler': 'Scheduler Policy policies register_policy',
+    'scheduling.engine': 'Engine ScriptedExecutor',
+    'compute.runner': 'ModelRunner',
+    'serving.llm': 'LLM RequestOutput CompletionOutput',
+}
+_home = {name: module for module, names in _homes.items() for name in names.split()}
+__all__ = sorted(_home)
+
+
+def __getattr__(name):
+    if name not in _home: raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    value = getattr(importlib.import_module('.' + _home[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__(): return sorted({*globals(), *__all__})

@@ -1,0 +1,59 @@
+"""Run notebooks in a real kernel and keep their outputs: `python tools/run_nbs.py [nbs/10_block_allocator.ipynb ...]`.
+
+Cells that `nbdev_test` would skip (`#| cuda` without a GPU, `#| eval: false`) keep the outputs of the last machine that
+ran them. What is written is clean by `nbdev_clean`'s rules, so a second run changes nothing.
+"""
+import argparse
+from pathlib import Path
+
+import nbformat
+from fastcore.basics import AttrDict
+from nbclient import NotebookClient
+from nbdev.clean import clean_nb
+from nbdev.config import get_config
+from nbdev.doclinks import nbglob
+from nbdev.process import extract_directives
+
+# widgets and matplotlib's players name themselves by uuid4: seeded, a second run gives the same names
+SEED = """import types, uuid, random, comm.base_comm
+_r = random.Random({!r})
+comm.base_comm.uuid = types.SimpleNamespace(uuid4=lambda: uuid.UUID(int=_r.getrandbits(128), version=4))"""
+
+
+def has_gpu() -> bool:
+    import torch
+    return torch.cuda.is_available()
+
+
+def is_skipped(cell: dict, skip: set[str]) -> bool:
+    directives = extract_directives(AttrDict(source=cell.source, cell_type='code'), remove=False)
+    return directives.get('eval:', [''])[0].lower() == 'false' or bool(skip & directives.keys())
+
+
+def run(path: Path, skip: set[str], cfg) -> None:
+    "Execute the notebook at `path` and write it back, outputs kept and cleaned."
+    nb, kept = nbformat.read(path, as_version=4), {}
+    for cell in nb.cells:
+        if cell.cell_type == 'code' and is_skipped(cell, skip):
+            kept[cell.id] = cell.outputs
+            cell.metadata['tags'] = ['skip-execution']
+    nb.cells.insert(0, nbformat.v4.new_code_cell(SEED.format(path.name)))
+    NotebookClient(nb, timeout=900, resources={'metadata': {'path': str(path.parent)}}).execute()
+    nb.cells.pop(0)
+    for cell in nb.cells:
+        if cell.get('id') in kept:
+            cell.outputs = kept[cell.id]
+            cell.metadata.pop('tags')
+    clean_nb(nb, False, cfg.allowed_metadata_keys.split(), cfg.allowed_cell_metadata_keys.split(), cfg.clean_ids)
+    path.write_text(nbformat.writes(nb) + '\n', encoding='utf-8')
+
+
+if __name__ == '__main__':
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('paths', nargs='*', type=Path, help='notebooks; all of them when none is named')
+    args = parser.parse_args()
+    cfg = get_config()
+    skip = set(cfg.tst_flags.split()) - ({'cuda'} if has_gpu() else set())
+    for path in args.paths or sorted(nbglob(as_path=True)):
+        run(path.resolve(), skip, cfg)
+        print('ran', path.name, flush=True)
