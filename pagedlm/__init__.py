@@ -16,6 +16,7 @@ _homes = {
     'scheduling.engine': 'Engine ScriptedExecutor',
     'compute.runner': 'ModelRunner',
     'serving.llm': 'LLM RequestOutput CompletionOutput',
+    'figures.batch': 'plot_batch',
 }
 _home = {name: module for module, names in _homes.items() for name in names.split()}
 __all__ = sorted(_home)

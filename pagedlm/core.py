@@ -269,7 +269,7 @@ class Chunk(NamedTuple):
     first_block: int
     blocks: tuple[int, ...]
 
-# %% ../nbs/01_core.ipynb #1d982354
+# %% ../nbs/01_core.ipynb #358429f6
 _none = np.zeros(0, np.int64); _none.flags.writeable = False
 _no_pairs = np.zeros((0, 2), np.int64); _no_pairs.flags.writeable = False
 _no_offsets = np.zeros(1, np.int32); _no_offsets.flags.writeable = False
@@ -323,7 +323,7 @@ class Plan:
         d = {f.name: getattr(self, f.name) for f in fields(self)}
         d = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in d.items()}
         d['new'] = [[s.seq_id, s.request_id, s.index, s.prompt_token_ids.tolist(), _params_dict(s.params)] for s in self.new]
-        return {k: v for k, v in d.items() if v != [] and v != [0]}
+        return {k: v for k, v in d.items() if v != [] and not (k == 'block_offsets' and v == [0])}
 
     @classmethod
     def from_dict(cls, d: Mapping) -> Plan:

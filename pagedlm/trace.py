@@ -18,12 +18,13 @@ from .core import ConfigError, Plan, StepResult, TokenLogprobs, Usage
 __all__ = ['usage_kinds', 'columns', 'Event', 'Columns', 'Trace', 'replay', 'tables_at', 'holders', 'Interval', 'Timeline',
            'timelines']
 
-# %% ../nbs/02_trace.ipynb #d3373ebb
+# %% ../nbs/02_trace.ipynb #73c72dc7
 class Event(NamedTuple):
     """Something that plans and results cannot tell.
 
-    kind: arrive, refuse, admit, first_token, preempt (detail: recompute or swap), resume, abort, finish (detail: the
-    reason) or free (the references of this sequence to its blocks were dropped). seq_id -1 means the whole request.
+    kind: arrive, refuse, admit, first_token, preempt (the whole request; detail: recompute or swap), resume, abort,
+    finish (detail: the reason) or free (the references of this sequence to its blocks were dropped). seq_id -1: of a
+    request as a whole.
     """
     iteration: int
     time: float
@@ -151,7 +152,7 @@ def _full(trace: Trace) -> None:
         raise ConfigError(f'block tables are replayed from plans, and a trace of level {trace.level!r} keeps none: '
                           'record with level="full"')
 
-# %% ../nbs/02_trace.ipynb #a6bd297c
+# %% ../nbs/02_trace.ipynb #1f3faf05
 def replay(trace: Trace) -> Iterator[tuple[Plan, dict[int, list[int]]]]:
     """Each plan with all block tables as its attention read them: {seq_id: blocks}.
 
@@ -161,21 +162,26 @@ def replay(trace: Trace) -> Iterator[tuple[Plan, dict[int, list[int]]]]:
     _full(trace)
     tables: dict[int, list[int]] = {}
     request_of: dict[int, str] = {}
-    ended = {e.seq_id for e in trace.events if e.kind == 'finish' and e.detail in ('stop', 'length')}
+    ended: set[int] = set()                                    # in earlier iterations
     past = 0
     for plan, num_events in zip(trace.plans, trace['num_events'].astype(int).tolist()):
         request_of.update((s.seq_id, s.request_id) for s in plan.new)
-        holding, late = {*plan.seq_ids.tolist(), *plan.forks.ravel().tolist()} | ended, []
-        for e in trace.events[past:num_events]:
+        events, late, granted = trace.events[past:num_events], [], set(plan.blocks.tolist())
+        in_plan = {*plan.seq_ids.tolist(), *plan.forks.ravel().tolist()}
+        for e in events:
             if e.kind not in ('free', 'preempt'): continue
-            for s in [e.seq_id] if e.seq_id >= 0 else [s for s in tables if request_of.get(s) == e.request_id]:
-                if e.kind == 'preempt' or s not in holding: tables.pop(s, None)
-                else: late.append(s)
+            whole = e.kind == 'preempt' or e.seq_id < 0
+            for s in [s for s in tables if request_of.get(s) == e.request_id] if whole else [e.seq_id]:
+                kept = s in in_plan or s in ended and granted.isdisjoint(tables.get(s, ()))
+                if kept and e.kind == 'free': late.append(s)
+                else: tables.pop(s, None)
+        ended.update(e.seq_id for e in events if e.kind == 'finish')
         past = num_events
         for s in plan.forget.tolist(): tables.pop(s, None)
         at, blocks = plan.block_offsets.tolist(), plan.blocks.tolist()
         for i, (s, first) in enumerate(zip(plan.seq_ids.tolist(), plan.first_blocks.tolist())):
-            if at[i] < at[i+1]: tables.setdefault(s, [])[first:] = blocks[at[i]:at[i+1]]
+            added = blocks[at[i]:at[i+1]]
+            if added: tables.setdefault(s, [])[first:first + len(added)] = added
         for parent, child in plan.forks.tolist(): tables[child] = list(tables.get(parent, ()))
         yield plan, tables
         for s in late: tables.pop(s, None)
@@ -255,13 +261,18 @@ def _timeline(request_id: str, events: list[Event], token_times: list[float], en
         line.intervals.append(Interval(kind, since, max(end, since)))
     return line
 
-# %% ../nbs/02_trace.ipynb #b54f180e
+# %% ../nbs/02_trace.ipynb #dc96bd0d
 def timelines(trace: Trace) -> dict[str, Timeline]:
-    "The life of every request, in order of arrival. What still runs has finish None and intervals up to the trace's end."
+    """The life of every request, in order of arrival; of an id that was used again, the last.
+
+    What still runs has finish None and intervals up to the trace's end.
+    """
     events: dict[str, list[Event]] = {}
-    for e in trace.events: events.setdefault(e.request_id, []).append(e)
+    for e in trace.events:
+        if e.kind == 'arrive': events[e.request_id] = [e]
+        elif e.kind != 'refuse' or e.request_id not in events: events.setdefault(e.request_id, []).append(e)
     times, end = _token_times(trace), trace.end
-    return {r: _timeline(r, es, times.get(r, []), end) for r, es in events.items()}
+    return {r: _timeline(r, es, [t for t in times.get(r, []) if t >= es[0].time], end) for r, es in events.items()}
 
 # %% ../nbs/02_trace.ipynb #176766de
 def _write_json(trace: Trace, path: str | Path) -> None:

