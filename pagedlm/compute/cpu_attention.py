@@ -205,15 +205,19 @@ def _one_token(q, o, heads, k, v, rows, n, head_dim, scale, q4, s, m, out):
     _softmax4(s, padded, m)
     _values4(s, v, rows, padded, head_dim, heads, m, out, o)
 
-# %% ../../nbs/32_cpu_attention.ipynb #69d2689e
+# %% ../../nbs/32_cpu_attention.ipynb #d8e2f39a
 @_jit
 def _product(a, a0, row_step, step, n, b, b0, c, c0, keep, k0):
-    "c[i] = keep * c[i] + sum over k < n of a[a0 + i*row_step + k*step] * b[k], for 4 rows i; rows of b, c and keep are 64 wide."
-    u0, u1, u2, u3 = _load(keep, k0), _load(keep, k0 + 16), _load(keep, k0 + 32), _load(keep, k0 + 48)
-    w0, w1, w2, w3 = _mul(u0, _load(c, c0)), _mul(u1, _load(c, c0 + 16)), _mul(u2, _load(c, c0 + 32)), _mul(u3, _load(c, c0 + 48))
-    x0, x1, x2, x3 = _mul(u0, _load(c, c0 + 64)), _mul(u1, _load(c, c0 + 80)), _mul(u2, _load(c, c0 + 96)), _mul(u3, _load(c, c0 + 112))
-    y0, y1, y2, y3 = _mul(u0, _load(c, c0 + 128)), _mul(u1, _load(c, c0 + 144)), _mul(u2, _load(c, c0 + 160)), _mul(u3, _load(c, c0 + 176))
-    z0, z1, z2, z3 = _mul(u0, _load(c, c0 + 192)), _mul(u1, _load(c, c0 + 208)), _mul(u2, _load(c, c0 + 224)), _mul(u3, _load(c, c0 + 240))
+    """c[i] = keep * c[i] + sum over k < n of a[a0 + i*row_step + k*step] * b[k], for 4 rows i; b, c and keep are 64 wide.
+
+    Without keep (k0 < 0) what c held does not matter: a NaN left over from another sequence times zero would still be NaN.
+    """
+    w0 = w1 = w2 = w3 = x0 = x1 = x2 = x3 = y0 = y1 = y2 = y3 = z0 = z1 = z2 = z3 = _splat(np.float32(0))
+    if k0 >= 0:
+        u, o = _load(keep, k0), c0; w0, x0, y0, z0 = _mul(u, _load(c, o)), _mul(u, _load(c, o + 64)), _mul(u, _load(c, o + 128)), _mul(u, _load(c, o + 192))
+        u, o = _load(keep, k0 + 16), c0 + 16; w1, x1, y1, z1 = _mul(u, _load(c, o)), _mul(u, _load(c, o + 64)), _mul(u, _load(c, o + 128)), _mul(u, _load(c, o + 192))
+        u, o = _load(keep, k0 + 32), c0 + 32; w2, x2, y2, z2 = _mul(u, _load(c, o)), _mul(u, _load(c, o + 64)), _mul(u, _load(c, o + 128)), _mul(u, _load(c, o + 192))
+        u, o = _load(keep, k0 + 48), c0 + 48; w3, x3, y3, z3 = _mul(u, _load(c, o)), _mul(u, _load(c, o + 64)), _mul(u, _load(c, o + 128)), _mul(u, _load(c, o + 192))
     for k in range(n):
         at, o = a0 + k * step, b0 + 64 * k
         v0, v1, v2, v3 = _load(b, o), _load(b, o + 16), _load(b, o + 32), _load(b, o + 48)
@@ -257,14 +261,14 @@ def _softmax_tile(s, t0, n, masked, window, state, i):
             total = _add(total, p)
         _store(state, i + x, new); _store(state, i + 64 + x, total); _store(state, i + 128 + x, keep)
 
-# %% ../../nbs/32_cpu_attention.ipynb #3a396bc1
+# %% ../../nbs/32_cpu_attention.ipynb #d2241608
 @_jit
 def _many_tokens(q, o, token_stride, group, num_rows, first, lo, hi, k, v, rows, head_dim, window, scale, scratch, out):
     """Rows (token, query head of one kv head) of a chunk, over keys [lo, hi): rows are the lanes, 64 side by side.
 
     Row r is token r // group, at position first + r // group. Keys and values come in tiles of 64 tokens, softmax is online.
     """
-    qt, kt, vt, s, acc, state, zeros = scratch      # q transposed, K and V tiles, scores, sums, (max, sum, keep, position)
+    qt, kt, vt, s, acc, state = scratch      # q transposed, K and V tiles, scores, sums, (max, sum, keep, position)
     width, sets = (head_dim + 3) // 4 * 4, (num_rows + 63) // 64
     for x in range(sets * width * 64): acc[x] = 0
     for r in range(64 * sets):
@@ -278,7 +282,7 @@ def _many_tokens(q, o, token_stride, group, num_rows, first, lo, hi, k, v, rows,
         _tile(v, rows, t0 - lo, n, padded, head_dim, width, vt)
         masked = t0 + padded - 1 > first or t0 <= hi - 1 - window
         for i in range(sets):
-            for t in range(0, padded, 4): _product(kt, t * width, width, 1, head_dim, qt, i * head_dim * 64, s, t * 64, zeros, 0)
+            for t in range(0, padded, 4): _product(kt, t * width, width, 1, head_dim, qt, i * head_dim * 64, s, t * 64, state, -1)
             _softmax_tile(s, t0, padded, masked, window, state, i * 256)
             for d in range(0, width, 4): _product(vt, d, 1, width, padded, s, 0, acc, (i * width + d) * 64, state, i * 256 + 128)
     for r in range(num_rows):
@@ -317,15 +321,15 @@ def _list_work(cu, lens, num_kv_heads, group, window, workers):
     shares[workers] = count
     return work, shares
 
-# %% ../../nbs/32_cpu_attention.ipynb #ce433970
+# %% ../../nbs/32_cpu_attention.ipynb #82574492
 @_jit
 def _do_work(work, q, k, v, cu, lens, tables, sizes, strides, window, scale, out):
     "One worker's share, with scratch of its own."
     num_kv_heads, group, head_dim, block_size, max_len = sizes
     block_stride, head_stride, slot_stride = strides
     width, sets, token_stride = (head_dim + 15) // 16 * 16, (group + 63) // 64, num_kv_heads * group * head_dim
-    rows, m, zeros = np.empty(max_len + 4, np.int64), np.empty(16, np.float32), np.zeros(64, np.float32)
-    q4, s = np.empty(4 * width, np.float32), np.zeros(max(4 * max_len + 16, 64 * 64), np.float32)
+    rows, m = np.empty(max_len + 4, np.int64), np.empty(16, np.float32)
+    q4, s = np.empty(4 * width, np.float32), np.empty(max(4 * max_len + 16, 64 * 64), np.float32)
     qt, acc, state = np.empty(sets * 64 * width, np.float32), np.empty(sets * 64 * width, np.float32), np.empty(sets * 256, np.float32)
     kt, vt = np.empty(64 * width, np.float32), np.empty(64 * width, np.float32)
     for x in range(len(work)):
@@ -336,7 +340,7 @@ def _do_work(work, q, k, v, cu, lens, tables, sizes, strides, window, scale, out
         _find_rows(tables[i], lo, hi, block_size, block_stride, slot_stride, h * head_stride, rows)
         if chunk * group >= _LONG:
             _many_tokens(q, o, token_stride, group, (j1 - j0) * group, first, lo, hi, k, v, rows, head_dim, window, scale,
-                         (qt, kt, vt, s, acc, state, zeros), out)
+                         (qt, kt, vt, s, acc, state), out)
             continue
         for j in range(j1 - 1, -1, -1):             # backwards: each call may overwrite rows beyond its own last key
             a, b = max(0, first + j - window + 1), first + j + 1

@@ -52,7 +52,7 @@ class History(NamedTuple):
     marks: list[Mark]
     samples: dict[str, int]
 
-# %% ../../nbs/50_figures.ipynb #a6bc0693
+# %% ../../nbs/50_figures.ipynb #c2e58a90
 def _mark(e: Event, plan: Plan, index: dict[int, int]) -> Mark | None:
     "The mark of an event between this plan and the one before it, if it has one; who ran in this plan ended after it."
     if e.kind == 'preempt': return Mark(e.iteration, e.request_id, e.seq_id, -1, e.detail)
@@ -77,24 +77,27 @@ def history(trace: Trace) -> History:
     for (plan, tables), num_events in zip(replay(trace), trace['num_events'].astype(int).tolist()):
         events, past = trace.events[past:num_events], num_events
         for e in events:
-            if e.kind == 'arrive': live[e.request_id], samples[e.request_id] = set(), samples.get(e.request_id, 1)
+            if e.kind == 'arrive': samples.setdefault(e.request_id, 1)
         for s in plan.new:
             who[s.seq_id], index[s.seq_id], prompt_len[s.seq_id] = (s.request_id, s.index), s.index, len(s.prompt_token_ids)
             samples[s.request_id] = max(samples[s.request_id], s.params.n)
         for e in events:
+            if e.kind == 'arrive': live[e.request_id], back[e.request_id] = set(), False
             if mark := _mark(e, plan, index): marks.append(mark)
             if e.kind in ('finish', 'abort') and e.request_id in live: live[e.request_id].add(e.seq_id)
             if e.kind in ('preempt', 'resume'): back[e.request_id] = e.kind == 'resume'
         live = {r: gone for r, gone in live.items() if len(gone) < samples[r]}
         mine = _cells(plan, tables, who, prompt_len)
         present = {c.request_id for c in mine}
-        cells += mine + [Cell(plan.iteration, r, -1, -1, 'held' if back.get(r) else 'waiting') for r in live if r not in present]
-    marks += [mark for e in trace.events[past:] if (mark := _mark(e, Plan(-1), index))]
+        cells += mine + [Cell(plan.iteration, r, -1, -1, 'held' if back[r] else 'waiting') for r in live if r not in present]
+    for e in trace.events[past:]:                           # after the last iteration
+        if e.kind == 'arrive': samples.setdefault(e.request_id, 1)
+        if mark := _mark(e, Plan(-1), index): marks.append(mark)
     return History(cells, marks, samples)
 
-# %% ../../nbs/50_figures.ipynb #e7be6ca8
+# %% ../../nbs/50_figures.ipynb #0742d80a
 hues = ('#44AA99', '#AA4499', '#C2A83E', '#6677CC', '#5CB8E4', '#CC6677')           # after Paul Tol's muted scheme
-slot_hues = {'used': '#0072B2', 'reserved': '#E69F00', 'internal': '#D55E00', 'external': '#CC79A7', 'cached': '#56B4E9'}   # Okabe, Ito
+slot_hues = {'used': '#0072B2', 'reserved': '#E69F00', 'internal': '#D55E00', 'external': '#CC79A7', 'cached': '#56B4E9'}
 _grey, _pale = '#767676', (.5, .5, .5, .18)
 _heights = {'prefill': .84, 'decode': .42, 'held': .42, 'waiting': .84}             # shares of a lane
 _shapes = {'recompute': 'X', 'swap': 'D', 'end': '|', 'cut': r'$\dagger$'}
@@ -105,7 +108,7 @@ def _boxes(ax: Axes, kind: str, at: list[tuple[float, float, float]], colours: l
     "One box per cell: (x, y middle, lane height)."
     x, y, h = np.array(at, float).T
     left, right, half = x + gap / 2, x + 1 - gap / 2, h * _heights[kind] / 2
-    corners = np.stack([np.stack([a, b], 1) for a, b in ((left, y - half), (right, y - half), (right, y + half), (left, y + half))], 1)
+    corners = np.stack([left, y - half, right, y - half, right, y + half, left, y + half], 1).reshape(-1, 4, 2)
     style = dict(facecolors=colours, linewidths=0, antialiased=gap > 0)
     if kind == 'held': style['facecolors'] = [to_rgba(c, .3) for c in colours]
     if kind == 'waiting': style = dict(facecolors=[_pale], edgecolors=_grey, linewidths=0, hatch='/////')
@@ -170,7 +173,7 @@ def _mark_style(kind: str) -> dict:
     return dict(ls='', marker=_shapes[kind], color=_grey if kind in ('end', 'cut') else '#D55E00', ms=5 if kind == 'swap' else 7,
                 mew=1.2 if kind == 'end' else .4, **({} if kind == 'end' else {'mec': 'white' if kind != 'cut' else _grey}))
 
-# %% ../../nbs/50_figures.ipynb #572e7f4a
+# %% ../../nbs/50_figures.ipynb #515b1d9f
 def _draw_slots(ax: Axes, trace: Trace, first: int, last: int) -> list[str]:
     "Slots by kind, stacked from the bottom, over iterations [first, last); returns the kinds that were drawn."
     at, total = trace['iteration'], sum(trace[k] for k in usage_kinds).max(initial=1)
@@ -195,14 +198,14 @@ def _tidy(*axes: Axes) -> None:
 
 def _legends(kinds: Iterable[str], slots: Iterable[str]) -> tuple[list, list]:
     "Handles of both legends, only what was drawn."
-    look = {'prefill': Line2D([], [], color=_grey, lw=8, solid_capstyle='butt'), 'decode': Line2D([], [], color=_grey, lw=4, solid_capstyle='butt'),
-            'held': Line2D([], [], color=_grey, alpha=.4, lw=4, solid_capstyle='butt'), 'waiting': Patch(fc=_pale, ec=_grey, lw=0, hatch='/////')}
+    bar = lambda height, alpha=1: Line2D([], [], color=_grey, lw=height, alpha=alpha, solid_capstyle='butt')
+    look = {'prefill': bar(8), 'decode': bar(4), 'held': bar(4, .4), 'waiting': Patch(fc=_pale, ec=_grey, lw=0, hatch='/////')}
     look |= {k: Line2D([], [], **_mark_style(k)) for k in _shapes}
     for kind, handle in look.items(): handle.set_label(_names[kind])
     free = [Patch(fc='none', ec=_grey, lw=.6, label='free')]
     return [look[k] for k in look if k in kinds], [Patch(fc=slot_hues[k], label=k) for k in slot_hues if k in slots] + free
 
-# %% ../../nbs/50_figures.ipynb #78c359ab
+# %% ../../nbs/50_figures.ipynb #e1aade78
 def _figure(width: float, rows: int, columns: int, num: int) -> tuple[plt.Figure, np.ndarray]:
     "A figure of pairs of axes, rows above and slots below: [columns, 2], or one under the other when columns is 1."
     high = min(max(1.1, .2 * rows), 5)
@@ -218,6 +221,7 @@ def _legend(fig: plt.Figure, width: float, kinds: Iterable[str], slots: Iterable
     fig.legend(handles=above, loc='outside upper center', ncols=min(len(above), max(2, int(width / 1.4))), **style)
     fig.legend(handles=below, loc='outside lower center', ncols=len(below), **style)
 
+# %% ../../nbs/50_figures.ipynb #5be435e3
 def plot_batch(trace: Trace, ax: Axes | tuple[Axes, Axes] | None = None, by: str = 'request', first: int = 0,
                last: int | None = None, width: float = 7.5) -> tuple[Axes, Axes | None]:
     """Draw a batch over iterations [first, last), from a trace of level "full"; returns the axes (rows, slots).
@@ -239,8 +243,9 @@ def plot_batch(trace: Trace, ax: Axes | tuple[Axes, Axes] | None = None, by: str
     if ax is None: _legend(fig, width, kinds, slots)
     return (*axes, None)[:2]
 
-# %% ../../nbs/50_figures.ipynb #1338c461
-def compare(trace_a: Trace, trace_b: Trace, names: tuple[str, str] = ('a', 'b'), by: str = 'request', width: float = 7.5) -> np.ndarray:
+# %% ../../nbs/50_figures.ipynb #e9823802
+def compare(trace_a: Trace, trace_b: Trace, names: tuple[str, str] = ('a', 'b'), by: str = 'request',
+            width: float = 7.5) -> np.ndarray:
     """Draw two traces of the same requests, as `plot_batch` does; returns their axes, [2 (trace), 2 (rows, slots)].
 
     Side by side, or one above the other in a figure of less than 6 inches. Iterations, rows and colours are common to both.

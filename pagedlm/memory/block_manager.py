@@ -19,14 +19,17 @@ from .copy_on_write import copies_needed, fork_table, shared_from, unshare
 # %% auto #0
 __all__ = ['BlockManager', 'check_pool', 'check_plan']
 
-# %% ../../nbs/14_block_manager.ipynb #a479132c
+# %% ../../nbs/14_block_manager.ipynb #4cc1a147
 class BlockManager:
     """The paged memory: allocator, block tables and copy-on-write behind one protocol, with a swap pool beside.
 
     Everything is keyed by `seq.row`. `writable` [rows] int64: slots `[0, writable)` that a row may write without asking;
     read only for others, and replaced by a longer one when rows are added. None as an answer means "not now", and then
-    nothing has changed. Raises ConfigError. (The KV cache manager of Kwon et al. 2023, sections 4.2 to 4.5.)
+    nothing has changed. on_demand: sequences share and ask for more as they grow, so whoever admits should keep some room;
+    max_model_len: the longest sequence that could be held, None for no limit. Raises ConfigError. (The KV cache manager of Kwon et al. 2023, sections 4.2 to 4.5.)
     """
+    on_demand, max_model_len = True, None
+
     def __init__(self, num_blocks: int, block_size: int, num_swap_blocks: int = 0):
         for name, value, least in (('num_blocks', num_blocks, 1), ('block_size', block_size, 1), ('num_swap_blocks', num_swap_blocks, 0)):
             if value < least: raise ConfigError(f'{name}={value}, and at least {least} is needed')

@@ -44,7 +44,7 @@ class Spans:
         if j < len(self.holes) and self.holes[j][0] == stop: stop = self.holes[j][1]; j += 1
         self.holes[i:j] = [(start, stop)]
 
-# %% ../../nbs/15_contiguous.ipynb #5ef7138c
+# %% ../../nbs/15_contiguous.ipynb #8b06e0dc
 class ContiguousMemory:
     """The rival of paged memory: each sequence gets one run of consecutive blocks, reserved when it is admitted.
 
@@ -52,7 +52,7 @@ class ContiguousMemory:
     The protocol is BlockManager's. Nothing is shared, nothing is extended, and there is no swap pool. Raises ConfigError.
     (The existing systems of Kwon et al. 2023, sections 3.1 and 6.1; slots of Orca, Yu et al. 2022.)
     """
-    num_swap_blocks = 0
+    num_swap_blocks, on_demand = 0, False
 
     def __init__(self, num_blocks: int, block_size: int, max_model_len: int, reserve: str = 'max'):
         for name, value in (('num_blocks', num_blocks), ('block_size', block_size), ('max_model_len', max_model_len)):

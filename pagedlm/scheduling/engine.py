@@ -63,7 +63,7 @@ class ScriptedExecutor:
         for i, token in zip(plan.due.tolist(), out): self.tokens[i].append(token)
         return StepResult(np.array(out, np.int64), self.seconds_per_step + self.seconds_per_token * plan.num_tokens)
 
-# %% ../../nbs/21_engine.ipynb #0cce73de
+# %% ../../nbs/21_engine.ipynb #0dc0a878
 @patch
 def _meet(self: ScriptedExecutor, plan: Plan) -> None:
     "Forget who left, and take in who came."
@@ -83,7 +83,7 @@ def _fill(self: ScriptedExecutor, plan: Plan) -> None:
     "Apply the table increments, and write what each chunk computes."
     for c in plan.chunks:
         table = self.tables[c.seq_id]
-        assert not c.blocks or c.first_block <= len(table), f'the table of sequence {c.seq_id} would have a hole before entry {c.first_block}'
+        assert c.first_block <= len(table) or not c.blocks, f'sequence {c.seq_id}: a hole in its table before entry {c.first_block}'
         if c.blocks: table[c.first_block:c.first_block + len(c.blocks)] = c.blocks
         if self.pool is not None: self.pool[self._slots(c.seq_id, c.start, c.stop)] = self._content(c.seq_id, c.start, c.stop)
 
@@ -157,7 +157,7 @@ def abort(self: Engine, request_id: str) -> bool:
     "End a request at any moment, also while an iteration is executed; False when there is no such request."
     return self.scheduler.abort(request_id)
 
-# %% ../../nbs/21_engine.ipynb #ef129ae3
+# %% ../../nbs/21_engine.ipynb #4ad0cb09
 @patch
 def step(self: Engine) -> Outputs:
     """Run one iteration. When the executor fails, everything that was running ends with "error" and the failure is raised;
@@ -189,6 +189,7 @@ def _execute(self: Engine, plan: Plan) -> StepResult:
     if self._clock is None: self._elapsed += result.seconds
     return result
 
+# %% ../../nbs/21_engine.ipynb #b297ff00
 @patch
 def run(self: Engine, requests: Iterable[Request] = (), max_steps: int | None = None) -> dict[str, list[Sequence]]:
     """Add requests, step until all have ended (or max_steps are done), and return their sequences by request id.

@@ -80,21 +80,22 @@ def register_policy(cls: type[Policy]) -> type[Policy]:
 
 register_policy(Policy)
 
-# %% ../../nbs/20_scheduler.ipynb #8c7def35
+# %% ../../nbs/20_scheduler.ipynb #f7c6d965
 @register_policy
 class StaticPolicy(Policy):
     "Request-level batching: a batch is filled, then closed, and waits for its slowest member."
     name = 'static'
     hold_finished = True
 
-    def __init__(self): self._filling = False
+    def __init__(self): self._open_at = -1
 
-    def may_admit(self, scheduler: Scheduler) -> bool: return self._filling or not scheduler.num_running
+    def may_admit(self, scheduler: Scheduler) -> bool:
+        return not scheduler.num_running or scheduler.iteration == self._open_at
 
     def admission_ended(self, scheduler: Scheduler, why: str) -> None:
-        self._filling = why == 'budget'     # the rest of the batch comes when its prompts fit the token budget
+        if why == 'budget': self._open_at = scheduler.iteration + 1     # the rest of the batch comes with the next budget
 
-# %% ../../nbs/20_scheduler.ipynb #d318f763
+# %% ../../nbs/20_scheduler.ipynb #2ea9759e
 class Scheduler:
     """Decides, iteration by iteration, which tokens of which sequences are computed (Orca section 3.1, vLLM section 4.5).
 
@@ -122,8 +123,8 @@ class Scheduler:
         if not 0 <= watermark < 1: raise ConfigError(f'watermark={watermark} is a share of the blocks, in [0, 1)')
         self.memory, self.policy, self.preemption, self.on_event = memory, policy, preemption, on_event
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.max_model_len, self.eos_token_ids = max_model_len, tuple(eos_token_ids)
-        self.watermark_blocks = int(np.ceil(watermark * memory.num_blocks))
+        self.max_model_len, self.eos_token_ids = min(max_model_len, memory.max_model_len or max_model_len), tuple(eos_token_ids)
+        self.watermark_blocks = int(np.ceil(watermark * memory.num_blocks)) if memory.on_demand else 0
         self.iteration, self.num_preemptions = 0, 0
         self.rows = Rows(rows=max(64, max_num_seqs))
         self._requests: dict[str, Group] = {}
@@ -158,7 +159,7 @@ class Scheduler:
     def _event(self, kind: str, what: Sequence | Request, detail: str = '') -> None:
         if self.on_event: self.on_event(kind, what, detail)
 
-# %% ../../nbs/20_scheduler.ipynb #1a529fec
+# %% ../../nbs/20_scheduler.ipynb #dc87248f
 @dataclass(slots=True)
 class _Flight:
     "What a plan was about, kept until its commit."
@@ -166,6 +167,7 @@ class _Flight:
     stops: np.ndarray
     due_rows: np.ndarray
     forks: list[tuple[Sequence, Sequence]]
+    forget: list[int]
 
 @dataclass(slots=True)
 class _Draft:
@@ -353,7 +355,7 @@ def _preempt(self: Scheduler, group: Group, draft: _Draft) -> None:
     self._waiting.insert(place, group)
     self._event('preempt', seqs[0], 'recompute' if moves is None else 'swap')
 
-# %% ../../nbs/20_scheduler.ipynb #50c7c1b2
+# %% ../../nbs/20_scheduler.ipynb #f7bcba1d
 @patch
 def _admit(self: Scheduler, left: int, draft: _Draft) -> int:
     "Ask people in from the head of the line; `left` tokens of budget. Returns what is left then."
@@ -379,7 +381,7 @@ def _start(self: Scheduler, group: Group, draft: _Draft) -> bool:
     if leader.row < 0: self._take_rows(group)
     upto = leader.num_tokens if len(live) == 1 else leader.prompt_len
     keep = self.watermark_blocks if self._seats else 0
-    if self._seats and len(live) > 1:      # blocks of their own, which the samples ask for as soon as they are forked
+    if self._seats and len(live) > 1 and self.memory.on_demand:     # blocks of their own, which the samples ask for as soon as they are forked
         size = self.memory.block_size
         keep += sum(s.num_tokens // size + 1 for s in live) - len(live) * (upto // size) - (upto % size > 0)
     grant = self.memory.admit(leader, upto, keep)
@@ -448,7 +450,7 @@ def _line_up(self: Scheduler, rows: list[int]) -> None:
     in_order = not len(self._running) or key[self._running[-1]] < key[rows[0]]
     self._running = running if in_order else running[np.argsort(key[running])]
 
-# %% ../../nbs/20_scheduler.ipynb #b07fb672
+# %% ../../nbs/20_scheduler.ipynb #b68bb6d7
 @patch
 def plan(self: Scheduler) -> Plan:
     """What the next iteration computes. An empty plan (no chunks) means that there is nothing to compute.
@@ -470,11 +472,10 @@ def plan(self: Scheduler) -> Plan:
         used = int((a.planned[self._running] - a.num_computed_tokens[self._running]).sum())
         left = self._admit(budget - used, draft)
         if over and left: self._top_up(left)
-    plan = self._assemble(draft)
-    if not plan.num_chunks and self._waiting and not (self._ended or draft.preempted):
+    if self._waiting and not (len(self._running) or self._ended or draft.preempted):
         raise SchedulerError(f'deadlock: {len(self._waiting)} requests wait, nobody runs, and {self.memory.num_free_blocks} of '
                              f'{self.memory.num_blocks} blocks are free')
-    return plan
+    return self._assemble(draft)
 
 @patch
 def _top_up(self: Scheduler, left: int) -> None:
@@ -486,7 +487,7 @@ def _top_up(self: Scheduler, left: int) -> None:
             a.planned[r] += more
             left -= more
 
-# %% ../../nbs/20_scheduler.ipynb #72258e08
+# %% ../../nbs/20_scheduler.ipynb #e897c36f
 @patch
 def _assemble(self: Scheduler, draft: _Draft) -> Plan:
     "The plan from the columns, and what its commit has to know."
@@ -515,8 +516,8 @@ def _assemble(self: Scheduler, draft: _Draft) -> Plan:
         more['new'] = tuple(NewSequence(s.seq_id, s.request.request_id, s.index, s.request.prompt_token_ids, s.request.params)
                             for s in self._new)
     if self._forget: more['forget'] = np.array(self._forget, np.int64)
+    self._flight = _Flight(rows, stops, due_rows, forks, self._forget)
     self._new, self._forget = [], []
-    self._flight = _Flight(rows, stops, due_rows, forks)
     return Plan(self.iteration, a.seq_id[rows], starts, stops, due=a.seq_id[due_rows], due_chunks=due_chunks, **more)
 
 @patch
@@ -597,12 +598,13 @@ def _fork(self: Scheduler, forks: list[tuple[Sequence, Sequence]]) -> None:
         if group := self._leaders.pop(parent.row, None): group.unforked, a.limit[parent.row] = [], NO_LIMIT
         self._line_up([child.row])
 
-# %% ../../nbs/20_scheduler.ipynb #0be2d4be
+# %% ../../nbs/20_scheduler.ipynb #ce653699
 @patch
 def fail(self: Scheduler) -> None:
     "The executor failed at the plan in flight: end all that it was about with \"error\"; nothing is lost of the others."
     if self._flight is None: raise SchedulerError('fail() without a plan in flight')
     groups = self.running_groups() + [g for g in self._waiting if g.status == Status.SWAPPED]
+    self._forget = self._flight.forget + self._forget       # the executor may not have come to it
     self._flight = None
     self.iteration += 1
     for s in self._pinned: self._release(s)

@@ -75,7 +75,7 @@ class TextDelta:
     token_ids: list[int]
     finish_reason: str | None = None
 
-# %% ../../nbs/41_llm.ipynb #ed3b72cd
+# %% ../../nbs/41_llm.ipynb #fe5c8932
 class _Live:
     "One request on its way: text is made of its tokens as they come."
     def __init__(self, prompt_index: int, output: RequestOutput, seqs: list[Sequence], params: SamplingParams, tokenizer: Tokenizer):
@@ -105,9 +105,10 @@ class _Live:
         "Whether every sample has ended; one that was aborted behind our back has, without a word."
         for seq, out in zip(self.seqs, self.output.outputs):
             if out.finish_reason is None and seq.status == Status.FINISHED:
-                if (decoder := self.decoders[out.index]) is not None: out.text = decoder.text + decoder.finish()
-                out.finish_reason = seq.finish_reason
-                self.deltas.append(TextDelta(self.prompt_index, out.index, '', [], out.finish_reason))
+                decoder, out.finish_reason = self.decoders[out.index], seq.finish_reason
+                rest = decoder.finish() if decoder is not None else ''
+                if decoder is not None: out.text = decoder.text
+                self.deltas.append(TextDelta(self.prompt_index, out.index, rest, [], out.finish_reason))
         return self.output.finished
 
     def _add_logprobs(self, out: CompletionOutput, token: int, lp: TokenLogprobs) -> None:
@@ -136,12 +137,12 @@ def blocks_that_fit(config: ModelConfig, dtype: torch.dtype, device: torch.devic
                           f'room for {room}: choose a smaller max_model_len, or num_blocks yourself')
     return min(room, one * max_num_seqs)
 
-# %% ../../nbs/41_llm.ipynb #804edf84
-def pick_attention(device: torch.device) -> Callable[..., torch.Tensor]:
-    "The best attention backend for a device: Triton on a GPU, the Numba kernel on a CPU, torch anywhere else."
-    if device.type == 'cuda':
+# %% ../../nbs/41_llm.ipynb #8a7b5388
+def pick_attention(device: torch.device, head_dim: int) -> Callable[..., torch.Tensor]:
+    "The best attention backend: Triton on a GPU, the Numba kernel on a CPU, torch elsewhere and for heads under 32 numbers."
+    if device.type == 'cuda' and head_dim >= 32:
         from pagedlm.compute.triton_attention import paged_attention
-    elif device.type == 'cpu':
+    elif device.type == 'cpu' and head_dim >= 32:
         from pagedlm.compute.cpu_attention import paged_attention
     else:
         from pagedlm.compute.attention import gather_attention as paged_attention
@@ -194,7 +195,7 @@ def _unknown_keyword(name: str) -> str:
     if name in VLLM_KEYWORDS: return f'LLM({name}=...) is known to vLLM and not supported by pagedlm: leave it out'
     return f'LLM({name}=...) is no keyword of LLM; see help(LLM) for those it has'
 
-# %% ../../nbs/41_llm.ipynb #31d78398
+# %% ../../nbs/41_llm.ipynb #137cf1f4
 @patch
 def _start(self: LLM, options: dict[str, Any]) -> None:
     "Make the pool, the memory, the scheduler, the runner and the engine from the options."
@@ -215,7 +216,7 @@ def _start(self: LLM, options: dict[str, Any]) -> None:
     scheduler = Scheduler(memory, seats, budget, max_len, o['policy'], o['preemption'], eos_token_ids=ends)
     kv = KVCache(config.num_layers, blocks, size, config.num_kv_heads, config.head_dim, dtype, device, o['swap_blocks'])
     sampler = Sampler(min(seats, 1024), config.vocab_size, device, ends, o['seed'])
-    runner = ModelRunner(self.model, kv, sampler, o['attention'] or pick_attention(device))
+    runner = ModelRunner(self.model, kv, sampler, o['attention'] or pick_attention(device, config.head_dim))
     self.trace = Trace(o['trace'], model=str(self.model_path.name), dtype=str(dtype), block_size=size, num_blocks=blocks,
                        max_num_seqs=seats, max_num_batched_tokens=budget, max_model_len=max_len, policy=scheduler.policy.name,
                        memory=o['memory'])
@@ -340,7 +341,7 @@ def get_tokenizer(self: LLM) -> Tokenizer:
     "The tokenizer (also `llm.tokenizer`)."
     return self.tokenizer
 
-# %% ../../nbs/41_llm.ipynb #d2148341
+# %% ../../nbs/41_llm.ipynb #0e3bb2c9
 @patch
 def stream(self: LLM, prompts: Prompt | Seq[Prompt],
            sampling_params: SamplingParams | Seq[SamplingParams] | None = None) -> Iterator[TextDelta]:
@@ -348,11 +349,14 @@ def stream(self: LLM, prompts: Prompt | Seq[Prompt],
 
     Prompts are checked and put in line at the call, not at the first item. Closing the iterator aborts what is left of it.
     """
-    return self._deltas(self._add_all(_as_list(prompts), sampling_params))
+    deltas = self._deltas(self._add_all(_as_list(prompts), sampling_params))
+    next(deltas)                        # enter its `try`: what is closed before it began must abort its requests too
+    return deltas
 
 @patch
 def _deltas(self: LLM, lives: list[_Live]) -> Iterator[TextDelta]:
     try:
+        yield                           # to `stream`
         while True:
             ended = all([live.settle() for live in lives])
             for live in lives:
