@@ -16,6 +16,7 @@ def pytest_configure(config):
     # read by torch and its libraries when they load, here and in every notebook's own process
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     os.environ.setdefault('OMP_NUM_THREADS', str(cores))
+    os.environ.setdefault('OMP_WAIT_POLICY', 'passive')     # threads that spin at barriers are slow where cores are busy
 
 
 @pytest.fixture(scope='session')

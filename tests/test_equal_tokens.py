@@ -155,7 +155,7 @@ def test_alone(alone, prompts, judge):
 
 def test_generate(alone, prompts, theirs):
     "Word for word with the reference's own loop, up to the first tie."
-    some, compared = [i for i in np.argsort([len(p) for p in prompts]).tolist()][::6], 0
+    some, compared = [i for i in np.argsort([len(p) for p in prompts]).tolist()][1::8], 0
     for i in some:
         ids = torch.tensor([prompts[i]])
         out = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=None,
@@ -167,38 +167,41 @@ def test_generate(alone, prompts, theirs):
             logits = out.logits[same][0]
             assert logits.max() - logits[got[same]] <= TIE, f'prompt of {len(prompts[i])}: token {same} differs and is no tie'
         compared += same
-    assert len(some) == 4 and compared >= 3 * NEW
-    print(f'{compared} of {4 * NEW} tokens compared with generate')
+    assert len(some) == 3 and compared >= 2 * NEW
+    print(f'{compared} of {3 * NEW} tokens compared with generate')
 
 
-@pytest.mark.parametrize('block_size', [1, 5, 16, 64])
-def test_batched(ours, prompts, judge, block_size):
-    run = serve(ours, greedy(prompts), -(-4000 // block_size), block_size)
+def longest_table(run): return max(c.first_block + len(c.blocks) for p in run.plans for c in p.chunks if c.blocks)
+
+
+def test_batched(ours, prompts, judge):
+    run = serve(ours, greedy(prompts), 250)
     judge.all(prompts, run)
-    assert run.done.largest == 24 and run.done.forwards < 40
-    last = max(c.first_block + len(c.blocks) for p in run.plans for c in p.chunks if c.blocks)
-    assert last == -(-(700 + NEW - 1) // block_size)                                     # entries of the longest table
+    assert run.done.largest == 24 and run.done.forwards < 40 and longest_table(run) == -(-(700 + NEW - 1) // 16)
     assert not (run.done.recompute or run.done.swap or run.done.copies)
 
 
-def test_chunked_prompts(ours, prompts, judge):
-    run = serve(ours, greedy(prompts), 250, budget=64)
+def test_blocks_of_1_and_chunked_prompts(ours, prompts, judge):
+    run = serve(ours, greedy(prompts), 4000, 1, budget=80)
     judge.all(prompts, run)
     long = next(s for group in run.seqs.values() for s in group if s.prompt_len == 700).seq_id
     assert sum(c.seq_id == long for p in run.plans for c in p.chunks if c.start < 700) > 10
     assert run.done.pieces > 50 and run.done.mixed > 20                                  # prompts and decoding in one batch
+    assert longest_table(run) == 700 + NEW - 1
 
 
-def test_preemption_by_recompute(ours, prompts, judge):
-    run = serve(ours, greedy(prompts), 150, budget=512)
+def test_blocks_of_5_and_preemption_by_recompute(ours, prompts, judge):
+    run = serve(ours, greedy(prompts), 500, 5, budget=512)
     judge.all(prompts, run)
-    assert run.done.recompute >= 4 and run.done.recomputed >= 4 and not run.done.swap
+    assert run.done.recompute >= 3 and run.done.recomputed >= 3 and not run.done.swap
+    assert longest_table(run) == -(-(700 + NEW - 1) // 5)
 
 
-def test_preemption_by_swap(ours, prompts, judge):
-    run = serve(ours, greedy(prompts), 150, budget=512, swap=200, preemption='swap')
+def test_blocks_of_64_and_preemption_by_swap(ours, prompts, judge):
+    run = serve(ours, greedy(prompts), 48, 64, swap=60, budget=512, preemption='swap')
     judge.all(prompts, run)
-    assert run.done.swap >= 4 and run.done.swap_outs == run.done.swap_ins > 8 and not run.done.recompute
+    assert run.done.swap >= 3 and run.done.swap_outs == run.done.swap_ins >= 3 and not (run.done.recompute or run.done.recomputed)
+    assert longest_table(run) == -(-(700 + NEW - 1) // 64)
 
 
 def test_four_samples(ours, prompts, judge):
@@ -211,12 +214,12 @@ def test_four_samples(ours, prompts, judge):
 
 @pytest.mark.parametrize('preemption', ['recompute', 'swap'])
 def test_four_samples_preempted(ours, prompts, judge, preemption):
-    some = [p for p in prompts if 15 < len(p) < 150][:8]
-    run = serve(ours, greedy(some, n=4), 60, seats=32, budget=256, swap=200, preemption=preemption)
+    some = [p for p in prompts if 15 < len(p) < 150][:6]
+    run = serve(ours, greedy(some, n=4), 40, seats=32, budget=256, swap=200, preemption=preemption)
     judge.all(some, run, n=4)
     assert run.done.copies > 10 and getattr(run.done, preemption) >= 2
-    if preemption == 'recompute': assert run.done.forks > 3 * 8 and not run.done.swap    # forked again after the prompt
-    else: assert run.done.forks == 3 * 8 and run.done.swap_outs == run.done.swap_ins > 4 and not run.done.recompute
+    if preemption == 'recompute': assert run.done.forks > 3 * 6 and not run.done.swap    # forked again after the prompt
+    else: assert run.done.forks == 3 * 6 and run.done.swap_outs == run.done.swap_ins > 4 and not run.done.recompute
 
 
 LLAMA3 = dict(rope_type='llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64,

@@ -113,7 +113,7 @@ def test_duplicate_ids__vllm_10583(kind):
     "The second is refused whatever the first is doing, and the first is unharmed; an id is free again once its request has ended."
     engine = make(12, kind=kind, budget=8, swap=8, preemption='swap')
     s = engine.scheduler
-    first, old = engine.add(request('old', 12, 24))[0], engine.add(request('x', 12, 12))[0]
+    first, old = engine.add(request('old', 12, 24))[0], engine.add(request('x', 12, 20))[0]
     seen = set()
     for _ in range(100):
         if old.status == Status.FINISHED: break

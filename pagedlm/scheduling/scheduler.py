@@ -159,7 +159,7 @@ class Scheduler:
     def _event(self, kind: str, what: Sequence | Request, detail: str = '') -> None:
         if self.on_event: self.on_event(kind, what, detail)
 
-# %% ../../nbs/20_scheduler.ipynb #dc87248f
+# %% ../../nbs/20_scheduler.ipynb #2f894598
 @dataclass(slots=True)
 class _Flight:
     "What a plan was about, kept until its commit."
@@ -176,6 +176,7 @@ class _Draft:
     swap_outs: list[tuple[int, int]] = field(default_factory=list)
     swap_ins: list[tuple[int, int]] = field(default_factory=list)
     preempted: bool = False
+    shared: bool = False            # somebody got less than there was, for those behind
 
 # %% ../../nbs/20_scheduler.ipynb #b780f486
 @patch
@@ -293,12 +294,17 @@ def share(wants: np.ndarray, budget: int, crowded: bool) -> np.ndarray:
         left -= chunks[i] - 1
     return chunks
 
-# %% ../../nbs/20_scheduler.ipynb #efefe013
+# %% ../../nbs/20_scheduler.ipynb #224cea67
 @patch
 def _make_room(self: Scheduler, short: np.ndarray, draft: _Draft) -> None:
     "Extend the sequences in rows `short`, in order of arrival, preempting from the other end."
+    rows = short.tolist()
+    wants = list(zip(map(self._seq.__getitem__, rows), self.rows.planned[short].tolist()))
+    if (grants := self.memory.extend(wants)) is not None:           # nearly always there is room for all
+        for row, grant in zip(rows, grants): self._grant(row, grant, draft)
+        return
     asking: dict[Group, list[Sequence]] = {}
-    for row in short.tolist(): asking.setdefault(self._group[row], []).append(self._seq[row])
+    for seq, _ in wants: asking.setdefault(self._group[seq.row], []).append(seq)
     for group, seqs in asking.items():
         while group.status == Status.RUNNING and seqs:
             grants = self.memory.extend([(s, int(self.rows.planned[s.row])) for s in seqs])
@@ -409,7 +415,7 @@ def _swap_in(self: Scheduler, group: Group, draft: _Draft) -> bool:
     self._event('resume', seqs[0], 'swap')
     return True
 
-# %% ../../nbs/20_scheduler.ipynb #01befaa1
+# %% ../../nbs/20_scheduler.ipynb #19d285eb
 @patch
 def _take_rows(self: Scheduler, group: Group) -> None:
     "Rows for a group that has come to the head of the line: its place in the columns until it ends."
@@ -430,7 +436,10 @@ def _join(self: Scheduler, group: Group, left: int, draft: _Draft) -> int:
     for i, s in enumerate(seqs):
         done = int(a.num_computed_tokens[s.row])
         want = min(int(a.num_tokens[s.row]), int(a.limit[s.row])) - done
-        a.planned[s.row] = done + min(want, left - (len(seqs) - 1 - i))     # one token at least for each
+        most = left - (len(seqs) - 1 - i)                                   # one token at least for each
+        if want > most and self._waiting and self._seats < self.max_num_seqs:
+            most, draft.shared = (most + 1) // 2, True                      # it takes longer anyway: let the next one in
+        a.planned[s.row] = done + min(want, most)
         left -= int(a.planned[s.row]) - done
     short = [(s, int(a.planned[s.row])) for s in seqs if a.planned[s.row] > self.memory.writable[s.row]]
     if short and (grants := self.memory.extend(short)) is not None:
@@ -450,7 +459,7 @@ def _line_up(self: Scheduler, rows: list[int]) -> None:
     in_order = not len(self._running) or key[self._running[-1]] < key[rows[0]]
     self._running = running if in_order else running[np.argsort(key[running])]
 
-# %% ../../nbs/20_scheduler.ipynb #b68bb6d7
+# %% ../../nbs/20_scheduler.ipynb #7a91ed39
 @patch
 def plan(self: Scheduler) -> Plan:
     """What the next iteration computes. An empty plan (no chunks) means that there is nothing to compute.
@@ -463,7 +472,7 @@ def plan(self: Scheduler) -> Plan:
     wants = np.minimum(a.num_tokens[running], a.limit[running]) - starts
     over = int(wants.sum()) > budget
     open_door = bool(self._waiting) and self._seats < self.max_num_seqs and self.policy.may_admit(self)
-    if over: wants = share(wants, budget, open_door)
+    if over: wants, draft.shared = share(wants, budget, open_door), True
     stops = starts + wants
     a.planned[running] = stops
     short = running[stops > self.memory.writable[running]]
@@ -471,7 +480,7 @@ def plan(self: Scheduler) -> Plan:
     if self._waiting and not draft.preempted and self.policy.may_admit(self):
         used = int((a.planned[self._running] - a.num_computed_tokens[self._running]).sum())
         left = self._admit(budget - used, draft)
-        if over and left: self._top_up(left)
+        if draft.shared and left: self._top_up(left)
     if self._waiting and not (len(self._running) or self._ended or draft.preempted):
         raise SchedulerError(f'deadlock: {len(self._waiting)} requests wait, nobody runs, and {self.memory.num_free_blocks} of '
                              f'{self.memory.num_blocks} blocks are free')
