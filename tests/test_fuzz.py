@@ -1,4 +1,5 @@
 "A state machine drives the real scheduler, memories and engine at random; every step is checked, every token against an oracle."
+import random
 from collections import Counter
 
 import hypothesis.strategies as st
@@ -10,7 +11,7 @@ from pagedlm.core import DuplicateRequestError, InvalidRequestError, Request, Re
 from pagedlm.memory.block_manager import BlockManager, check_plan, check_pool
 from pagedlm.memory.contiguous import ContiguousMemory
 from pagedlm.scheduling.engine import Engine, ScriptedExecutor, counting_script
-from pagedlm.scheduling.scheduler import Scheduler
+from pagedlm.scheduling.scheduler import Policy, Scheduler, StaticPolicy
 from pagedlm.trace import Trace
 
 EOS, MAX_LEN = 7, 48
@@ -46,6 +47,32 @@ class CheckedExecutor(ScriptedExecutor):
         return super().execute(plan)
 
 
+class AnyVictim(Policy):
+    "Throws out whoever the dice say: also one who has been granted room in this very plan, and one who is asking for it."
+    def __init__(self, seed):
+        super().__init__()
+        self.dice = random.Random(seed)
+
+    def victim(self, running):
+        group = self.dice.choice(running)
+        seen.update(victims=1, early_victims=group is not running[-1], forked_victims=len(group.holding) > 1)
+        return group
+
+
+class AnyVictimStatic(AnyVictim, StaticPolicy): pass
+
+
+class StubbornMemory:
+    "Any memory, except that its next `refusals` answers to `extend` are None: somebody else has taken what there was."
+    def __init__(self, memory): self.memory, self.refusals = memory, 0
+    def __getattr__(self, name): return getattr(self.memory, name)
+
+    def extend(self, wants):
+        if not self.refusals: return self.memory.extend(wants)
+        self.refusals -= 1
+        seen['refusals'] += 1
+
+
 asks = st.tuples(st.integers(1, 30), st.sampled_from([1, 1, 1, 2, 4]), st.integers(0, 20), st.integers(0, 3),
                  st.sampled_from([(), (3,), (3, 5)]), st.sampled_from([True, True, False]), st.sampled_from([False, False, False, True]))
 rarely = st.sampled_from([True] + 9 * [False])
@@ -54,11 +81,12 @@ rarely = st.sampled_from([True] + 9 * [False])
 class Machine(RuleBasedStateMachine):
     @initialize(blocks=st.integers(3, 24), size=st.sampled_from([1, 2, 3, 5, 16]), swap=st.sampled_from([0, 1, 12, 40, 40]),
                 seats=st.integers(1, 6), extra=st.integers(0, 20), paged=st.booleans(),
-                policy=st.sampled_from(['continuous', 'continuous', 'static']),
+                policy=st.sampled_from(['continuous', 'static', AnyVictim, AnyVictim, AnyVictimStatic]), seed=st.integers(0, 99),
                 preemption=st.sampled_from(['auto', 'recompute', 'swap', 'swap']), watermark=st.sampled_from([0, .01, .2]))
-    def start(self, blocks, size, swap, seats, extra, paged, policy, preemption, watermark):
-        self.memory = BlockManager(blocks, size, swap) if paged else ContiguousMemory(blocks, size, MAX_LEN, 'request')
+    def start(self, blocks, size, swap, seats, extra, paged, policy, seed, preemption, watermark):
+        self.memory = StubbornMemory(BlockManager(blocks, size, swap) if paged else ContiguousMemory(blocks, size, MAX_LEN, 'request'))
         self.executor = CheckedExecutor(script, blocks, size, swap)
+        policy = policy if isinstance(policy, str) else policy(seed)
         self.scheduler = Scheduler(self.memory, seats, seats + extra, MAX_LEN, policy, preemption, watermark, (EOS,))
         self.executor.scheduler = self.scheduler
         self.engine = Engine(self.scheduler, self.executor, Trace('full'))
@@ -118,6 +146,15 @@ class Machine(RuleBasedStateMachine):
             self.tell(self.engine.step())
             seen['preemptions'] += self.scheduler.num_preemptions - before
 
+    @rule(refusals=st.integers(2, 3), lengths=st.lists(st.integers(1, 6), min_size=2, max_size=3), n=st.sampled_from([1, 2]))
+    def pressed(self, refusals, lengths, n):
+        "For a while there is less room than there was: somebody is thrown out who would have stayed."
+        self.add([(length, n, 12, 0, (), True, False) for length in lengths])
+        for _ in range(8):
+            self.memory.refusals = refusals if len(self.scheduler.running_groups()) > 1 else 0
+            self.step(1)
+        self.memory.refusals = 0
+
     def pick(self, data):
         live = sorted(self.scheduler._requests)
         return data.draw(st.sampled_from(live)) if live else None
@@ -175,7 +212,7 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self):
         if not hasattr(self, 'engine'): return
-        for _ in range(4000):
+        for _ in range(4000 + 100 * len(self.requests)):
             if not self.engine.has_unfinished: break
             self.tell(self.engine.step())
         assert not self.engine.has_unfinished, 'some request never ends'
@@ -193,4 +230,5 @@ def test_zz_the_machine_met_what_it_was_built_for():
     "Run after the machine: a fuzz test that never preempts proves nothing."
     print(dict(seen))
     assert seen['steps'] > 2000
-    for what in ('preemptions', 'swap_out', 'swap_in', 'copies', 'forks', 'chunked', 'stop', 'length', 'memory'): assert seen[what] > 20, (what, seen)
+    for what in ('preemptions', 'swap_out', 'swap_in', 'copies', 'forks', 'chunked', 'stop', 'length', 'memory', 'refusals', 'early_victims',
+                 'forked_victims'): assert seen[what] > 20, (what, seen)

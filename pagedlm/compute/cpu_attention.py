@@ -362,7 +362,7 @@ def _flat(cache: torch.Tensor) -> np.ndarray:
     flat = cache.as_strided((span,), (1,))
     return flat.view({torch.bfloat16: torch.uint16, torch.float16: torch.int16}.get(cache.dtype, cache.dtype)).numpy()
 
-# %% ../../nbs/32_cpu_attention.ipynb #58f5787e
+# %% ../../nbs/32_cpu_attention.ipynb #f9dd4e25
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: AttnMeta, scale: float,
                     window: int | None = None) -> torch.Tensor:
     """Attention through block tables on the CPU, on as many threads as torch uses.
@@ -378,11 +378,13 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
     if not num_tokens: return torch.empty_like(q)
-    threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    torch_threads = torch.get_num_threads()
+    threads = min(torch_threads, numba.config.NUMBA_NUM_THREADS)
     numba.set_num_threads(threads)
     out = torch.empty(q.shape, dtype=torch.float32)
     sizes = (num_kv_heads, num_heads // num_kv_heads, head_dim, block_size, meta.max_seq_len)
     _attend(q.float().contiguous().view(-1).numpy(), _flat(k_cache), _flat(v_cache), meta.cu_chunks.numpy(), meta.seq_lens.numpy(),
             meta.block_tables.contiguous().numpy(), sizes, k_cache.stride()[:3], window or 2**30, np.float32(scale * np.log2(np.e)), threads,
             out.view(-1).numpy())
+    if torch.get_num_threads() != torch_threads: torch.set_num_threads(torch_threads)   # they may share one OpenMP, which Numba sets up
     return out.to(q.dtype)

@@ -15,11 +15,11 @@ from ..core import ConfigError
 # %% auto #0
 __all__ = ['KVCache']
 
-# %% ../../nbs/30_kv_cache.ipynb #83f98487
+# %% ../../nbs/30_kv_cache.ipynb #66fcaab8
 def _move(source: torch.Tensor, target: torch.Tensor, pairs: Seq[tuple[int, int]] | np.ndarray) -> None:
     "Blocks (src, dst) of all layers in one gather and one scatter. Every source is read before any target is written."
-    pairs = torch.from_numpy(np.asarray(pairs, np.int64).reshape(-1, 2))
     if not len(pairs): return
+    pairs = torch.from_numpy(np.array(pairs, np.int64))             # a copy: a plan's own arrays may be read-only
     src, dst = pairs[:, 0].to(source.device), pairs[:, 1].to(target.device)
     target.index_copy_(2, dst, source.index_select(2, src).to(target.device))
 

@@ -52,7 +52,7 @@ class History(NamedTuple):
     marks: list[Mark]
     samples: dict[str, int]
 
-# %% ../../nbs/50_figures.ipynb #c2e58a90
+# %% ../../nbs/50_figures.ipynb #896f5d7c
 def _mark(e: Event, plan: Plan, index: dict[int, int]) -> Mark | None:
     "The mark of an event between this plan and the one before it, if it has one; who ran in this plan ended after it."
     if e.kind == 'preempt': return Mark(e.iteration, e.request_id, e.seq_id, -1, e.detail)
@@ -70,6 +70,7 @@ def _cells(plan: Plan, tables: dict[int, list[int]], who: dict[int, tuple[str, i
     busy = {*plan.seq_ids.tolist(), *plan.forks[:, 1].tolist()}
     return cells + [Cell(plan.iteration, who[s][0], s, who[s][1], 'held') for s in tables if s not in busy]
 
+# %% ../../nbs/50_figures.ipynb #714d24f8
 def history(trace: Trace) -> History:
     "What a trace of level \"full\" says of every sequence in every iteration. Raises ConfigError for another level."
     cells, marks, samples, back, past = [], [], {}, {}, 0    # back: requests whose last move was in, not out

@@ -44,7 +44,7 @@ class Spans:
         if j < len(self.holes) and self.holes[j][0] == stop: stop = self.holes[j][1]; j += 1
         self.holes[i:j] = [(start, stop)]
 
-# %% ../../nbs/15_contiguous.ipynb #8b06e0dc
+# %% ../../nbs/15_contiguous.ipynb #c46d6668
 class ContiguousMemory:
     """The rival of paged memory: each sequence gets one run of consecutive blocks, reserved when it is admitted.
 
@@ -71,21 +71,18 @@ class ContiguousMemory:
     @property
     def num_free_blocks(self) -> int: return self._spans.num_free
 
-# %% ../../nbs/15_contiguous.ipynb #dd080463
-@patch
-def _span(self: ContiguousMemory, max_len: int | None) -> int:
-    limit = self.max_model_len if self.reserve == 'max' or max_len is None else min(max_len, self.max_model_len)
-    return blocks_for(limit, self.block_size)
+    def _span(self, max_len: int | None) -> int:
+        limit = self.max_model_len if self.reserve == 'max' or max_len is None else min(max_len, self.max_model_len)
+        return blocks_for(limit, self.block_size)
 
-@patch
-def _measure(self: ContiguousMemory) -> None:
-    self._external = self.block_size * sum(self._lost(stop - start) for start, stop in self._spans.holes)
+    def _measure(self) -> None:
+        self._external = self.block_size * sum(self._lost(stop - start) for start, stop in self._spans.holes)
 
-@patch
-def _lost(self: ContiguousMemory, hole: int) -> int:
-    # "max": all spans are equally long, so what does not divide is lost; else a hole is lost on whoever asked last
-    return hole % self._asked if self.reserve == 'max' else hole if hole < self._asked else 0
+    def _lost(self, hole: int) -> int:
+        # "max": all spans are equally long, so what does not divide is lost; else a hole is lost on whoever asked last
+        return hole % self._asked if self.reserve == 'max' else hole if hole < self._asked else 0
 
+# %% ../../nbs/15_contiguous.ipynb #3a54519f
 @patch
 def table(self: ContiguousMemory, seq: Sequence) -> list[int]:
     "The blocks of the sequence's span; empty when it has none."
