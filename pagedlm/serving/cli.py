@@ -149,7 +149,7 @@ def run_demo(llm: LLM, requests: list[tuple[dict, SamplingParams]], screen: Text
     outputs = llm.generate([prompt for prompt, _ in requests], [p for _, p in requests], use_tqdm=False)
     return outputs, meter.report(outputs)
 
-# %% ../../nbs/43_cli.ipynb #4c016ad4
+# %% ../../nbs/43_cli.ipynb #eb28bd10
 SEATS, BLOCK_SIZE = 16, 16
 
 def demo(args: argparse.Namespace, out: TextIO = sys.stdout, every: float = 0.08) -> None:
@@ -179,6 +179,7 @@ def demo(args: argparse.Namespace, out: TextIO = sys.stdout, every: float = 0.08
         f'the tokens per second, answers {theirs["mean time to an answer, s"] / ours["mean time to an answer, s"]:.1f} times sooner.')
     if args.json: _write(args, {'loading, s': loading, 'continuous + paged': ours, 'static + reserved': theirs, 'same texts': same})
 
+# %% ../../nbs/43_cli.ipynb #d8b75f4c
 def _write(args: argparse.Namespace, numbers: dict) -> None:
     import torch
     machine = f'{os.cpu_count()} cores, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}'

@@ -157,7 +157,7 @@ def pick_attention(device: torch.device, head_dim: int) -> Callable[..., torch.T
         from pagedlm.compute.attention import gather_attention as paged_attention
     return paged_attention
 
-# %% ../../nbs/41_llm.ipynb #8faed8bb
+# %% ../../nbs/41_llm.ipynb #237d14c2
 VLLM_KEYWORDS = frozenset(
     'tokenizer tokenizer_mode disable_log_stats rope_scaling distributed_executor_backend hf_token hf_config_path generation_config '
     'config_format mm_processor_kwargs override_generation_config logits_processors seed_everything num_gpu_blocks_override skip_tokenizer_init trust_remote_code tensor_parallel_size pipeline_parallel_size quantization revision '
@@ -165,6 +165,25 @@ VLLM_KEYWORDS = frozenset(
     'enable_prefix_caching enable_chunked_prefill kv_cache_dtype download_dir load_format speculative_config enable_lora '
     'max_lora_rank max_logprobs compilation_config limit_mm_per_prompt task runner convert data_parallel_size'.split())
 
+def _device(name: str) -> str:
+    cuda = torch.cuda.is_available()
+    if name == 'auto': return 'cuda' if cuda else 'cpu'
+    try: kind = torch.device(name).type
+    except (RuntimeError, TypeError): kind = None
+    if kind not in ('cpu', 'cuda', 'mps') or kind == 'cuda' and not cuda:
+        raise ConfigError(f'device={name!r} cannot be used here: "auto", "cpu"' + (' and "cuda" can' if cuda else ' can'))
+    return name
+
+def _dtype_name(dtype: Any) -> str:
+    "vLLM's names, and torch's own, as ours."
+    name = str(dtype).removeprefix('torch.')
+    return {'half': 'float16', 'float': 'float32'}.get(name, name)
+
+def _unknown_keyword(name: str) -> str:
+    if name in VLLM_KEYWORDS: return f'LLM({name}=...) is known to vLLM and not supported by pagedlm: leave it out'
+    return f'LLM({name}=...) is no keyword of LLM; see help(LLM) for those it has'
+
+# %% ../../nbs/41_llm.ipynb #327549bf
 class LLM:
     """A model, its tokenizer and an engine. `generate`, `chat` and `stream` may be mixed; `engine`, `trace`, `tokenizer` and
     `model_path` are in reach.
@@ -200,24 +219,6 @@ class LLM:
         other.model_path, other.model, other.tokenizer = self.model_path, self.model, self.tokenizer
         other._start(self.options | options)
         return other
-
-def _device(name: str) -> str:
-    cuda = torch.cuda.is_available()
-    if name == 'auto': return 'cuda' if cuda else 'cpu'
-    try: kind = torch.device(name).type
-    except (RuntimeError, TypeError): kind = None
-    if kind not in ('cpu', 'cuda', 'mps') or kind == 'cuda' and not cuda:
-        raise ConfigError(f'device={name!r} cannot be used here: "auto", "cpu"' + (' and "cuda" can' if cuda else ' can'))
-    return name
-
-def _dtype_name(dtype: Any) -> str:
-    "vLLM's names, and torch's own, as ours."
-    name = str(dtype).removeprefix('torch.')
-    return {'half': 'float16', 'float': 'float32'}.get(name, name)
-
-def _unknown_keyword(name: str) -> str:
-    if name in VLLM_KEYWORDS: return f'LLM({name}=...) is known to vLLM and not supported by pagedlm: leave it out'
-    return f'LLM({name}=...) is no keyword of LLM; see help(LLM) for those it has'
 
 # %% ../../nbs/41_llm.ipynb #759b45ad
 @patch
