@@ -127,7 +127,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
             want = ' or '.join(map(str, right)) or 'unquantised weights (float32, bfloat16, float16)'
             raise ConfigError(f'{name}={got!r} is not supported: it must be {want}')
 
-# %% ../../nbs/34_model.ipynb #1fce22fd
+# %% ../../nbs/34_model.ipynb #adaebfeb
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     "Every tensor that a model of this config has: Hugging Face's name, and shape."
     c, head = config, config.head_dim
@@ -149,6 +149,7 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not c.tie_word_embeddings: shapes['lm_head.weight'] = (c.vocab_size, c.hidden_size)
     return shapes
 
+# %% ../../nbs/34_model.ipynb #9827c001
 def check_weights(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> None:
     "Raises ConfigError unless `weights` are exactly what `weight_shapes(config)` promises, of one dtype on one device."
     want = weight_shapes(config)

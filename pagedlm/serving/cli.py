@@ -198,7 +198,7 @@ def table(ours: dict[str, float], theirs: dict[str, float]) -> str:
     rows = [f'{"":<36}{"continuous + paged":>20}{"static + reserved":>20}']
     return '\n'.join(rows + [f'{k:<36}{number(ours[k]):>20}{number(theirs[k]):>20}' for k in ours])
 
-# %% ../../nbs/43_cli.ipynb #e78aa2d5
+# %% ../../nbs/43_cli.ipynb #54fb83d7
 def generate(args: argparse.Namespace, out: TextIO = sys.stdout) -> None:
     "Continue the prompts of the command line (or of stdin, one a line) and print the texts; one prompt and one sample streams."
     params, llm = _params(args), _llm(args)
@@ -211,6 +211,15 @@ def generate(args: argparse.Namespace, out: TextIO = sys.stdout) -> None:
     for r in llm.generate(prompts, params):
         for o in r.outputs: print(f'--- {r.prompt!r:.60} #{o.index + 1} [{o.finish_reason}]\n{r.prompt}{o.text}', file=out)
 
+def _llm(args: argparse.Namespace) -> LLM:
+    from pagedlm.serving.llm import LLM
+    return LLM(args.model, dtype=args.dtype, num_blocks=args.blocks, max_model_len=args.max_model_len, log_stats=args.stats, seed=args.seed)
+
+def _params(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(n=args.n, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_tokens=args.max_tokens,
+                          stop=tuple(args.stop), seed=args.seed)
+
+# %% ../../nbs/43_cli.ipynb #0e451e63
 def chat(args: argparse.Namespace, out: TextIO = sys.stdout, lines: Iterable[str] | None = None) -> None:
     "Talk to the model. An empty line or end of file ends it; Ctrl-C stops an answer, not the program."
     params, llm = _params(args), _llm(args)
@@ -243,15 +252,7 @@ def _ask() -> Iterable[str]:
         try: yield input('> ')
         except (EOFError, KeyboardInterrupt): return
 
-def _llm(args: argparse.Namespace) -> LLM:
-    from pagedlm.serving.llm import LLM
-    return LLM(args.model, dtype=args.dtype, num_blocks=args.blocks, max_model_len=args.max_model_len, log_stats=args.stats, seed=args.seed)
-
-def _params(args: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(n=args.n, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_tokens=args.max_tokens,
-                          stop=tuple(args.stop), seed=args.seed)
-
-# %% ../../nbs/43_cli.ipynb #84a92217
+# %% ../../nbs/43_cli.ipynb #b9dc181d
 def parser() -> argparse.ArgumentParser:
     "The command line's grammar."
     top = argparse.ArgumentParser(prog='pagedlm', description='LLM serving you can read: iteration-level scheduling over a paged KV cache.')
@@ -283,6 +284,7 @@ def parser() -> argparse.ArgumentParser:
         p.add_argument('--max-model-len', type=int)
     return top
 
+# %% ../../nbs/43_cli.ipynb #d36d1a94
 def main(argv: list[str] | None = None) -> int:
     "Entry point of the `pagedlm` command; a user's mistake is one line on stderr and exit status 2."
     args = parser().parse_args(argv)

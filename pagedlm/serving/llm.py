@@ -261,7 +261,7 @@ def print_stats(llm: LLM) -> None:
     print(f'step {s.iteration}: {step}{s.num_running} running, {s.num_waiting} waiting, {s.num_swapped} swapped, {s.num_preemptions} '
           f'preemptions, KV slots {u.used} used + {u.reserved} reserved + {u.internal} internal of {u.total}', file=sys.stderr, flush=True)
 
-# %% ../../nbs/41_llm.ipynb #70bb8e3f
+# %% ../../nbs/41_llm.ipynb #268fde69
 Prompt = str | Seq[int] | Mapping[str, Any]
 
 @patch
@@ -287,6 +287,7 @@ def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     one = items and not isinstance(items[0], (str, Mapping)) and not hasattr(items[0], '__len__') or getattr(prompts, 'ndim', 0) == 1
     return [prompts] if one else items
 
+# %% ../../nbs/41_llm.ipynb #8cd99e32
 @patch
 def _add_all(self: LLM, prompts: Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None) -> list[_Live]:
     "Put prompts in line, all or none."
@@ -329,7 +330,7 @@ def step(self: LLM) -> None:
             if live is not None and live.take(o): self.engine.scheduler.finish(live.seqs[o.index], 'stop')
     if self.on_step: self.on_step(self)
 
-# %% ../../nbs/41_llm.ipynb #d3581b0c
+# %% ../../nbs/41_llm.ipynb #ee2ce171
 @patch
 def generate(self: LLM, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
              use_tqdm: bool = True, **unknown: Any) -> list[RequestOutput]:
@@ -356,6 +357,7 @@ def generate(self: LLM, prompts: Prompt | Seq[Prompt], sampling_params: Sampling
     finally: self._drop(lives)
     return [live.output for live in lives]
 
+# %% ../../nbs/41_llm.ipynb #cdf56ecb
 @patch
 def chat(self: LLM, messages: Seq[Mapping[str, Any]] | Seq[Seq[Mapping[str, Any]]],
          sampling_params: SamplingParams | Seq[SamplingParams] | None = None, use_tqdm: bool = True, add_generation_prompt: bool = True,
