@@ -16,6 +16,7 @@ _homes = {
     'scheduling.scheduler': 'Scheduler',
     'scheduling.engine': 'Engine ScriptedExecutor',
     'compute.runner': 'ModelRunner',
+    'compute.cuda_graphs': 'GraphRunner',
     'serving.llm': 'LLM RequestOutput CompletionOutput',
     'figures.batch': 'plot_batch',
 }

@@ -34,7 +34,7 @@ class Event(NamedTuple):
     seq_id: int = -1
     detail: str = ''
 
-# %% ../nbs/02_trace.ipynb #5f185070
+# %% ../nbs/02_trace.ipynb #bd5ed3d4
 usage_kinds = ('used', 'reserved', 'internal', 'external', 'cached', 'free')
 columns = ('iteration', 'start', 'seconds', 'host_seconds', 'num_chunks', 'num_tokens',
            'num_waiting', 'num_running', 'num_swapped', *usage_kinds, 'num_events')
@@ -53,34 +53,42 @@ class Columns:
         self._rows[self._len] = row
         self._len += 1
 
+    def drop(self, n: int) -> None:
+        "Forget the first `n` rows."
+        self._rows[:self._len - n] = self._rows[n:self._len]
+        self._len -= n
+
     def __len__(self) -> int: return self._len
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self.names: raise KeyError(f'{name!r}: the columns are {", ".join(self.names)}')
         return self._rows[:self._len, self.names.index(name)]
 
-# %% ../nbs/02_trace.ipynb #32648879
+# %% ../nbs/02_trace.ipynb #e4eb73c9
 class Trace:
     """What one engine did: events, a row of numbers per iteration and, at level "full", every plan and result.
 
-    level: "off", "requests" or "full". meta: anything that JSON can hold, such as block_size=16, num_blocks=100.
+    level: "off", "requests" or "full". limit: iterations kept at most, at level "requests": when there are so many, the older
+    half is forgotten, with its events. meta: anything that JSON can hold, such as block_size=16, num_blocks=100.
     `trace[name]` is a column of `columns`, one entry per iteration. `iteration` and `now` (seconds, the engine's clock)
     stamp events: `step`, called after an iteration's commit, sets them to the next iteration and the end of this one.
-    Raises ConfigError for another level.
+    Raises ConfigError for another level, and for a limit that cannot be.
     """
     levels = ('off', 'requests', 'full')
 
-    def __init__(self, level: str = 'requests', **meta: Any):
+    def __init__(self, level: str = 'requests', limit: int | None = None, **meta: Any):
         if level not in self.levels:
             raise ConfigError(f'Trace(level={level!r}): a trace has one of the levels {", ".join(self.levels)}')
-        self.level, self.meta = level, meta
+        if limit is not None and (limit < 2 or level == 'full'):
+            raise ConfigError(f'Trace(level={level!r}, limit={limit}): at least 2 iterations are kept, and at level "full" all of '
+                              f'them, since block tables are replayed from the first plan on')
+        self.level, self.limit, self.meta = level, limit, meta
         self.iteration, self.now = 0, 0.0
         self.events: list[Event] = []
         self.numbers = Columns(columns)
         self.plans: list[Plan] = []
         self.results: list[StepResult] = []
-        self._seen: set[int] = set()                # sequences that were ever new in a plan
-        self._tokenless: dict[int, str] = {}        # of those, the ones that wait for their first token
+        self._tokenless: dict[int, str] = {}        # sequences that wait for their first token, with their requests
 
     def event(self, kind: str, request_id: str, seq_id: int = -1, detail: str = '', time: float | None = None) -> None:
         "Record an event of the current iteration; `time` is now when it is not given."
@@ -103,7 +111,7 @@ class Trace:
         "The time at which the record ends."
         return max([self.now, *(e.time for e in self.events[-1:])])
 
-# %% ../nbs/02_trace.ipynb #2dbbd958
+# %% ../nbs/02_trace.ipynb #88a0887b
 @patch
 def step(self: Trace, plan: Plan, result: StepResult, usage: Usage | None, num_waiting: int, num_running: int,
          num_swapped: int, start: float, seconds: float, host_seconds: float = 0.0) -> None:
@@ -120,17 +128,24 @@ def step(self: Trace, plan: Plan, result: StepResult, usage: Usage | None, num_w
     self.iteration, self.now = plan.iteration, start + seconds + host_seconds
     if plan.new or self._tokenless: self._find_first_tokens(plan)
     self.iteration = plan.iteration + 1
+    if len(self) == self.limit: self._drop_half()
     if self.level == 'full':
         self.plans.append(plan)
         self.results.append(result)
 
 @patch
 def _find_first_tokens(self: Trace, plan: Plan) -> None:
-    for s in plan.new:
-        if s.seq_id not in self._seen: self._tokenless[s.seq_id] = s.request_id
-        self._seen.add(s.seq_id)
+    self._tokenless.update((s.seq_id, s.request_id) for s in plan.new)
     for seq_id in sorted(self._tokenless.keys() & set(plan.due.tolist())):
         self.event('first_token', self._tokenless.pop(seq_id), seq_id)
+
+@patch
+def _drop_half(self: Trace) -> None:
+    n = len(self) // 2
+    num_events = int(self['num_events'][n - 1])
+    del self.events[:num_events]
+    self.numbers.drop(n)
+    self['num_events'][:] -= num_events
 
 # %% ../nbs/02_trace.ipynb #b36c979a
 def _full(trace: Trace) -> None:
@@ -183,7 +198,7 @@ def holders(trace: Trace, block: int, iteration: int) -> list[int]:
     "The sequences that held a block in one iteration."
     return [s for s, table in tables_at(trace, iteration).items() if block in table]
 
-# %% ../nbs/02_trace.ipynb #46ff26ab
+# %% ../nbs/02_trace.ipynb #d30eafbc
 class Interval(NamedTuple):
     "A stretch of a request's life: kind is waiting, prefill, decode or preempted; times in seconds."
     kind: str
@@ -192,7 +207,8 @@ class Interval(NamedTuple):
 
 @dataclass(slots=True)
 class Timeline:
-    """One request: times in seconds, None when it did not happen; intervals in order, without gaps.
+    """One request: times in seconds, None when it did not happen (or lies before the record of a trace with a limit); intervals in
+    order, without gaps.
 
     reason: its finish reason (of its last sample), "abort" or "refuse". token_times: when its samples got tokens, one
     entry per iteration with a token, known at level "full" only.

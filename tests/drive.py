@@ -15,7 +15,7 @@ class CheckedExecutor(ScriptedExecutor):
     "Compares each plan with the memory that it was made from, and keeps it."
     def execute(self, plan):
         s = self.scheduler
-        check_plan(plan, s.memory, {int(s.rows.seq_id[r]): r for r in s._seq})
+        check_plan(plan, s.memory, {int(s.rows.seq_id[r]): r for r in s._group})
         assert plan.num_tokens <= s.max_num_batched_tokens
         self.plans.append(plan)
         return super().execute(plan)

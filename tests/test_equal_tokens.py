@@ -35,7 +35,7 @@ class CheckedRunner(ModelRunner):
     "Compares each plan with the memory that it was made from, before it runs."
     def execute(self, plan):
         s = self.scheduler
-        check_plan(plan, s.memory, {int(s.rows.seq_id[r]): r for r in s._seq})
+        check_plan(plan, s.memory, {int(s.rows.seq_id[r]): r for r in s._group})
         assert plan.num_tokens <= s.max_num_batched_tokens
         return super().execute(plan)
 

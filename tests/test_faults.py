@@ -263,7 +263,7 @@ def test_usage_gauge__vllm_20302(kind, policy):
         for engine in random_steps(seed, kind, policy):
             s, memory = engine.scheduler, engine.scheduler.memory
             size, slots = memory.block_size, set()
-            for seq in s._seq.values():
+            for seq in (s.rows.seq[r] for r in s._group):
                 table = memory.table(seq)
                 if table: slots |= {(table[t // size], t % size) for t in range(seq.num_computed_tokens)}
             usage = memory.usage()

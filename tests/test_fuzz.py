@@ -38,7 +38,7 @@ class CheckedExecutor(ScriptedExecutor):
     "Also compares each plan with the memory that it was made from."
     def execute(self, plan):
         s = self.scheduler
-        rows = {int(s.rows.seq_id[r]): r for r in s._seq}
+        rows = {int(s.rows.seq_id[r]): r for r in s._group}
         check_plan(plan, s.memory, rows)
         assert plan.num_tokens <= s.max_num_batched_tokens
         assert len(plan.swap_outs) == 0 or len(plan.swap_ins) == 0
@@ -71,6 +71,8 @@ class StubbornMemory:
         if not self.refusals: return self.memory.extend(wants)
         self.refusals -= 1
         seen['refusals'] += 1
+
+    def append(self, rows, uptos): return None if self.refusals else self.memory.append(rows, uptos)
 
 
 asks = st.tuples(st.integers(1, 30), st.sampled_from([1, 1, 1, 2, 4]), st.integers(0, 20), st.integers(0, 3),
@@ -218,7 +220,7 @@ class Machine(RuleBasedStateMachine):
         assert not self.engine.has_unfinished, 'some request never ends'
         assert all(s.status == Status.FINISHED for _, seqs in self.requests.values() for s in seqs)
         assert self.memory.num_free_blocks == self.memory.num_blocks
-        assert not (self.scheduler._seq or self.scheduler._group or self.scheduler._pending or self.scheduler._leaders)
+        assert not (self.scheduler._group or self.scheduler._pending or self.scheduler._leaders)
 
 
 Machine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True, report_multiple_bugs=False,

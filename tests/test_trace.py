@@ -1,15 +1,16 @@
 "The trace of random runs: its replay against the executor's own tables, its lives against the outputs, its files against their rules."
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
 
-from pagedlm.core import Request, SamplingParams
+from pagedlm.core import ConfigError, Request, SamplingParams
 from pagedlm.memory.block_manager import BlockManager
 from pagedlm.memory.contiguous import ContiguousMemory
 from pagedlm.scheduling.engine import Engine, ScriptedExecutor
 from pagedlm.scheduling.scheduler import Scheduler
-from pagedlm.trace import Trace, replay, timelines
+from pagedlm.trace import Trace, columns, replay, timelines
 
 
 class Watching(ScriptedExecutor):
@@ -21,14 +22,15 @@ class Watching(ScriptedExecutor):
         return result
 
 
-def random_run(seed: int, paged: bool, policy: str, preemption: str, level: str = 'full'):
+def random_run(seed: int, paged: bool, policy: str, preemption: str, trace: Trace | str = 'full'):
     rng = np.random.default_rng(seed)
     blocks, size, max_len = int(rng.integers(8, 16)), int(rng.choice([1, 4, 5])), 40
     if paged: memory = BlockManager(blocks * 5 // size, size, 6)
     else: memory = ContiguousMemory(blocks * 16 // size, size, max_len, 'request')
     executor = Watching(num_blocks=memory.num_blocks, block_size=size, num_swap_blocks=6, seconds_per_token=0.001)
     executor.history = []
-    engine = Engine(Scheduler(memory, 8, 24, max_len, policy, preemption, 0.01, ()), executor, Trace(level), clock=None)
+    if isinstance(trace, str): trace = Trace(trace)
+    engine = Engine(Scheduler(memory, 8, 24, max_len, policy, preemption, 0.01, ()), executor, trace, clock=None)
     seqs = []
     for step in range(400):
         if len(seqs) < 24 and rng.random() < 0.4:
@@ -101,3 +103,24 @@ def test_files(tmp_path):
         spans.sort()
         assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:]))
     assert sum(e['ph'] == 'X' and e['pid'] == 3 for e in events) == sum(p.num_chunks for p in trace.plans)
+
+
+def test_limit_keeps_the_last_iterations():
+    "The numbers and events of a trace with a limit are the end of those of one without, and what is derived from them still works."
+    whole_lives = Counter()
+    for run in RUNS[::7]:
+        engine, *_ = random_run(*run, 'requests')
+        whole, short = engine.trace, random_run(*run, Trace('requests', limit=40))[0].trace
+        n, gone = len(short), len(whole.events) - len(short.events)
+        assert 20 <= n < 40 < len(whole) and short.events == whole.events[gone:]
+        for name in columns: assert (short[name] + gone * (name == 'num_events') == whole[name][-n:]).all()
+        known, lines = timelines(whole), timelines(short)
+        for name, line in lines.items():
+            assert line == known[name] or line.arrival is None and line.finish in (None, known[name].finish)
+        whole_lives.update(line.arrival is not None for line in lines.values())
+    assert min(whole_lives.values()) > 5, whole_lives
+
+
+def test_limit_that_cannot_be():
+    for level, limit in ('requests', 1), ('requests', 0), ('full', 20):
+        with pytest.raises(ConfigError, match=f'limit={limit}'): Trace(level, limit=limit)

@@ -31,9 +31,12 @@ def is_skipped(cell: dict, skip: set[str]) -> bool:
 
 
 def merged(outputs: list) -> list:
-    "Neighbouring pieces of one stream as one: how a kernel cuts them depends on the clock."
+    """Neighbouring pieces of one stream as one: how a kernel cuts them depends on the clock. So does whether the CPU kernels were
+    found compiled, which is said on stderr and left out.
+    """
     out = []
     for o in outputs:
+        if o.output_type == 'stream' and o.name == 'stderr' and o.text.startswith('pagedlm: compiling CPU kernels'): continue
         if out and o.output_type == out[-1].output_type == 'stream' and o.name == out[-1].name: out[-1].text += o.text
         else: out.append(o)
     return out

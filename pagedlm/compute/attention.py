@@ -17,7 +17,7 @@ from .kv_cache import KVCache
 # %% auto #0
 __all__ = ['AttnMeta', 'dense_attention', 'Case', 'make_case', 'reference', 'check', 'gather_attention']
 
-# %% ../../nbs/31_attention.ipynb #0a6a1e59
+# %% ../../nbs/31_attention.ipynb #90dcea57
 @dataclass(frozen=True, slots=True, eq=False)
 class AttnMeta:
     """Whose token is whose in a flattened batch, and where each sequence's keys and values are. Made once per iteration.
@@ -28,6 +28,7 @@ class AttnMeta:
     cu_chunks [num_seqs+1] int32. seq_lens [num_seqs] int32: context length, the chunk included. block_tables [num_seqs,
     max_blocks] int32: what lies beyond a sequence's last block is unspecified and never read. slots, positions
     [num_tokens] int64: where each token's own key and value go, and its position. max_chunk, max_seq_len: the largest.
+    plan: how a backend that makes plans spreads this iteration's work, int32, in that backend's own terms; all layers share it.
     """
     cu_chunks: torch.Tensor
     seq_lens: torch.Tensor
@@ -37,6 +38,7 @@ class AttnMeta:
     block_size: int
     max_chunk: int
     max_seq_len: int
+    plan: torch.Tensor | None = None
 
     @property
     def num_seqs(self) -> int: return len(self.seq_lens)

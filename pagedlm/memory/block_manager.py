@@ -19,11 +19,11 @@ from .copy_on_write import copies_needed, fork_table, shared_from, unshare
 # %% auto #0
 __all__ = ['BlockManager', 'check_pool', 'check_plan']
 
-# %% ../../nbs/14_block_manager.ipynb #4cc1a147
+# %% ../../nbs/14_block_manager.ipynb #6b8b4f3e
 class BlockManager:
     """The paged memory: allocator, block tables and copy-on-write behind one protocol, with a swap pool beside.
 
-    Everything is keyed by `seq.row`. `writable` [rows] int64: slots `[0, writable)` that a row may write without asking;
+    Everything is keyed by `seq.row`. `writable` [rows] int32: slots `[0, writable)` that a row may write without asking;
     read only for others, and replaced by a longer one when rows are added. None as an answer means "not now", and then
     nothing has changed. on_demand: sequences share and ask for more as they grow, so whoever admits should keep some room;
     max_model_len: the longest sequence that could be held, None for no limit. Raises ConfigError. (The KV cache manager of Kwon et al. 2023, sections 4.2 to 4.5.)
@@ -37,8 +37,8 @@ class BlockManager:
         self.allocator, self.swap_allocator = BlockAllocator(num_blocks), BlockAllocator(num_swap_blocks)
         self._tables: dict[int, BlockTable] = {}            # by row
         self._swapped: dict[int, BlockTable] = {}           # by row, in blocks of the swap pool
-        self._used = 0                                      # distinct slots that hold the KV of a token
-        self.writable, self._computed, self._granted = (np.zeros(64, np.int64) for _ in range(3))
+        self._used = self._reserved = 0                     # distinct slots that hold the KV of a token; that wait for theirs
+        self.writable, self._computed, self._granted = (np.zeros(64, np.int32) for _ in range(3))
 
     @property
     def num_free_blocks(self) -> int: return self.allocator.num_free
@@ -52,7 +52,7 @@ class BlockManager:
         "Every row that holds blocks, and which."
         return {row: table.blocks.copy() for row, table in self._tables.items()}
 
-# %% ../../nbs/14_block_manager.ipynb #a925c990
+# %% ../../nbs/14_block_manager.ipynb #597cc7df
 @patch
 def _place(self: BlockManager, row: int, table: BlockTable, computed: int, granted: int) -> None:
     assert row >= 0 and row not in self._tables, f'row {row} holds blocks already'
@@ -61,8 +61,16 @@ def _place(self: BlockManager, row: int, table: BlockTable, computed: int, grant
             old = getattr(self, name)
             setattr(self, name, np.concatenate((old, np.zeros_like(old))))
     self._tables[row] = table
-    self._computed[row], self._granted[row] = computed, granted
+    self._computed[row] = self._granted[row] = computed
+    self._reserve(row, granted)
     self.writable[row] = self._limit(table, computed)
+
+@patch
+def _reserve(self: BlockManager, row: int, upto: int) -> None:
+    "Slots `[0, upto)` of a row are granted now; those that are not computed yet are reserved."
+    computed = self._computed.item(row)
+    self._reserved += max(upto, computed) - max(self._granted.item(row), computed)
+    self._granted[row] = upto
 
 @patch
 def _limit(self: BlockManager, table: BlockTable, computed: int) -> int:
@@ -83,7 +91,7 @@ def admit(self: BlockManager, seq: Sequence, upto: int, keep: int = 0) -> Grant 
     self._place(seq.row, BlockTable(self.block_size, blocks), 0, upto)
     return Grant(0, blocks.copy(), [])
 
-# %% ../../nbs/14_block_manager.ipynb #0a6407f3
+# %% ../../nbs/14_block_manager.ipynb #fe9a7d83
 @patch
 def extend(self: BlockManager, wants: list[tuple[Sequence, int]]) -> list[Grant] | None:
     """Make slots `[computed, upto)` writable for every (sequence, upto), or for none of them.
@@ -111,17 +119,36 @@ def _grow(self: BlockManager, row: int, upto: int, shared: bool) -> Grant:
         if copies and first == start // self.block_size: self._used += start % self.block_size    # now there twice
     if missing := table.missing(upto): blocks += self.allocator.allocate_many(missing)
     self.writable[row] = len(blocks) * self.block_size
-    if upto > self._granted.item(row): self._granted[row] = upto
+    self._reserve(row, max(upto, self._granted.item(row)))
     return Grant(first, blocks[first:], copies)
 
-# %% ../../nbs/14_block_manager.ipynb #4dedc10a
+# %% ../../nbs/14_block_manager.ipynb #f2265485
 @patch
 def computed(self: BlockManager, rows: np.ndarray, uptos: np.ndarray) -> None:
     "The KV of tokens `[0, uptos[i])` of `rows[i]` is in memory now. Rows are distinct; nothing shrinks."
-    self._used += int((uptos - self._computed[rows]).sum())
+    before = self._computed[rows]
+    self._used += int((uptos - before).sum())
+    if self._reserved:
+        granted = self._granted[rows]
+        self._reserved -= int((np.minimum(uptos, granted) - np.minimum(before, granted)).sum())
     self._computed[rows] = uptos
 
-# %% ../../nbs/14_block_manager.ipynb #659f33e9
+# %% ../../nbs/14_block_manager.ipynb #b69e17d9
+@patch
+def append(self: BlockManager, rows: np.ndarray, uptos: np.ndarray) -> np.ndarray | None:
+    """One more block for each of `rows`, whose tables are full, so that slots `[computed, upto)` are writable: the blocks, int64.
+
+    None when that is not what they need, or not enough are free: nothing has changed then, and `extend` decides.
+    """
+    size, tables = self.block_size, [self._tables[row].blocks for row in rows.tolist()]
+    room = np.array(list(map(len, tables)), np.int32) * size + size
+    if ((self._computed[rows] + size != room) | (uptos > room)).any(): return None
+    if (blocks := self.allocator.allocate_many(len(tables))) is None: return None
+    for table, block in zip(tables, blocks): table.append(block)
+    self.writable[rows] = room
+    return np.array(blocks)
+
+# %% ../../nbs/14_block_manager.ipynb #c496a21d
 @patch
 def fork(self: BlockManager, parent: Sequence, child: Sequence) -> Grant | None:
     """The child's table becomes the parent's: every block is shared, and neither writes again before `extend`.
@@ -140,7 +167,8 @@ def free(self: BlockManager, seq: Sequence) -> None:
     if (table := self._tables.pop(row, None)) is not None: self._release(table, self._computed.item(row))
     elif (table := self._swapped.pop(row, None)) is not None: self.swap_allocator.free_many(table.blocks[::-1])
     else: return
-    self.writable[row] = self._computed[row] = self._granted[row] = 0
+    self._reserve(row, 0)
+    self.writable[row] = self._computed[row] = 0
 
 @patch
 def _release(self: BlockManager, table: BlockTable, computed: int) -> None:
@@ -148,13 +176,12 @@ def _release(self: BlockManager, table: BlockTable, computed: int) -> None:
     for i in range(len(table) - 1, -1, -1):
         if self.allocator.free(table.blocks[i]) and i <= full: self._used -= self.block_size if i < full else rest
 
-# %% ../../nbs/14_block_manager.ipynb #76893e35
+# %% ../../nbs/14_block_manager.ipynb #88cc6204
 @patch
 def usage(self: BlockManager) -> Usage:
-    "Every slot of the pool by kind. Counters and one NumPy pass over the rows: no block is looked at."
+    "Every slot of the pool by kind, from counters."
     size, free = self.block_size, self.allocator.num_free
-    reserved = int(np.maximum(self._granted - self._computed, 0).sum())
-    return Usage(self._used, reserved, (self.num_blocks - free) * size - self._used - reserved, 0, 0, free * size)
+    return Usage(self._used, self._reserved, (self.num_blocks - free) * size - self._used - self._reserved, 0, 0, free * size)
 
 @patch
 def recount(self: BlockManager) -> Usage:
@@ -198,7 +225,7 @@ def check_pool(memory) -> None:
     assert usage == recount, f'counters say {usage}, a recount {recount}'
     assert usage.total == memory.num_blocks * memory.block_size, f'{usage} does not sum to {memory.num_blocks} blocks'
 
-# %% ../../nbs/14_block_manager.ipynb #3a242460
+# %% ../../nbs/14_block_manager.ipynb #f4539a4a
 @patch
 def _move(self: BlockManager, kept: dict[int, list[int]], to: BlockAllocator, tables: dict[int, BlockTable],
           keep: int = 0) -> dict[int, int] | None:
@@ -221,7 +248,8 @@ def swap_out(self: BlockManager, seqs: list[Sequence]) -> list[tuple[int, int]] 
     if (moved := self._move(kept, self.swap_allocator, self._swapped)) is None: return None
     for row in kept:
         self._release(self._tables.pop(row), self._computed.item(row))
-        self.writable[row], self._granted[row] = 0, self._computed[row]
+        self._reserve(row, self._computed.item(row))
+        self.writable[row] = 0
     return list(moved.items())
 
 # %% ../../nbs/14_block_manager.ipynb #5aa6ae6c

@@ -141,7 +141,12 @@ def admit(self: ContiguousMemory, seq: Sequence, upto: int, keep: int = 0) -> Gr
     self._measure()
     return None if starts is None else Grant(0, self.table(seq), [])
 
-# %% ../../nbs/15_contiguous.ipynb #c063524c
+# %% ../../nbs/15_contiguous.ipynb #33106994
+@patch
+def append(self: ContiguousMemory, rows: np.ndarray, uptos: np.ndarray) -> np.ndarray | None:
+    "Always None: a span does not grow."
+    return None
+
 @patch
 def extend(self: ContiguousMemory, wants: list[tuple[Sequence, int]]) -> list[Grant] | None:
     "Nothing to do inside the spans, and nothing that could be done beyond them."

@@ -21,16 +21,18 @@ _all_ = ['Group', 'Policy', 'StaticPolicy', 'policies', 'register_policy', 'shar
 # %% auto #0
 __all__ = ['NO_LIMIT', 'Rows', 'Scheduler', 'Group', 'Policy', 'StaticPolicy', 'policies', 'register_policy', 'share']
 
-# %% ../../nbs/20_scheduler.ipynb #7179ca4d
+# %% ../../nbs/20_scheduler.ipynb #4dc5f31e
 class Rows(SequenceArrays):
     """The scheduler's columns, one row per admitted sequence that has not ended.
 
     planned: computed tokens after the plan being made. limit: compute no further than this (the end of the prompt while
     samples wait to be forked). stop_len: tokens at which it ends. min_len: no end token before. eos: end token or -1.
     more_stops: it has further stop ids. key: its place in line. alive: it runs. place: its chunk in the plan being made.
+    seq: the Sequence.
     """
     columns = dict(SequenceArrays.columns, seq_id=np.int64, planned=np.int32, limit=np.int32, stop_len=np.int32,
-                   min_len=np.int32, eos=np.int32, more_stops=np.bool_, key=np.int64, alive=np.bool_, place=np.int32)
+                   min_len=np.int32, eos=np.int32, more_stops=np.bool_, key=np.int64, alive=np.bool_, place=np.int64,
+                   seq=object)
 
 NO_LIMIT = np.iinfo(np.int32).max
 
@@ -47,7 +49,7 @@ def _check_options(policy: str | Policy, preemption: str, max_num_seqs: int, max
     if max_model_len < 2: raise ConfigError(f'max_model_len={max_model_len}: a prompt and one new token need 2')
     if not 0 <= watermark < 1: raise ConfigError(f'watermark={watermark} is a share of the blocks, in [0, 1)')
 
-# %% ../../nbs/20_scheduler.ipynb #9fc2069c
+# %% ../../nbs/20_scheduler.ipynb #f52da77f
 class Scheduler:
     """Decides, iteration by iteration, which tokens of which sequences are computed (Orca section 3.1, vLLM section 4.5).
 
@@ -74,8 +76,7 @@ class Scheduler:
         self._requests: dict[str, Group] = {}
         self._waiting: deque[Group] = deque()
         self._running = np.zeros(0, np.int64)               # rows, in order of arrival
-        self._seq: dict[int, Sequence] = {}                 # by row, as are the next three
-        self._group: dict[int, Group] = {}
+        self._group: dict[int, Group] = {}                  # by row, as are the next two
         self._leaders: dict[int, Group] = {}                # groups with samples that wait to be forked
         self._pending: dict[int, Grant] = {}                # table entries that no plan has told yet
         self._held: list[Sequence] = []                     # ended, but kept by the policy
@@ -137,7 +138,7 @@ def running_groups(self: Scheduler) -> list[Group]:
     "In order of arrival."
     return list(dict.fromkeys(self._group[r] for r in self._running.tolist()))
 
-# %% ../../nbs/20_scheduler.ipynb #44373ad8
+# %% ../../nbs/20_scheduler.ipynb #23a38b01
 @patch
 def _take_rows(self: Scheduler, group: Group) -> None:
     "Rows for a group that has come to the head of the line: its place in the columns until it ends."
@@ -146,7 +147,7 @@ def _take_rows(self: Scheduler, group: Group) -> None:
     for s in group.seqs:
         stop_len = min(s.max_len or self.max_model_len, self.max_model_len)
         r = s.row = a.take(stop_len)
-        self._seq[r], self._group[r] = s, group
+        self._group[r], a.seq[r] = group, s
         a.tokens[r, :n], a.num_tokens[r], a.seq_id[r], a.limit[r] = group.request.prompt_token_ids, n, s.seq_id, NO_LIMIT
         a.stop_len[r], a.min_len[r], a.key[r] = stop_len, n + p.min_tokens, (group.key << 20) + s.index
         a.eos[r], a.more_stops[r] = ids[0] if ids else -1, len(ids) > 1
@@ -154,8 +155,9 @@ def _take_rows(self: Scheduler, group: Group) -> None:
 @patch
 def _line_up(self: Scheduler, rows: list[int]) -> None:
     "Let rows run, in their places in line."
+    rows, key = np.array(rows, np.int64), self.rows.key
     self.rows.alive[rows] = True
-    running, key = np.concatenate([self._running, rows]).astype(np.int64), self.rows.key
+    running = np.concatenate([self._running, rows])
     in_order = not len(self._running) or key[self._running[-1]] < key[rows[0]]
     self._running = running if in_order else running[np.argsort(key[running])]
 
@@ -169,11 +171,15 @@ def _kept_free(self: Scheduler, live: list[Sequence], upto: int) -> int:
         keep += sum(s.num_tokens // size + 1 for s in live) - len(live) * (upto // size) - (upto % size > 0)
     return keep
 
-# %% ../../nbs/20_scheduler.ipynb #028baa49
+# %% ../../nbs/20_scheduler.ipynb #ffe6e62e
+def _nobody() -> np.ndarray: return np.zeros(0, np.int64)
+
 @dataclass(slots=True)
 class _Draft:
     "A plan in the making."
-    grants: dict[int, Grant] = field(default_factory=dict)          # by row
+    grown: np.ndarray = field(default_factory=_nobody)              # rows that got one block each,
+    blocks: np.ndarray = field(default_factory=_nobody)             # and these are they
+    grants: dict[int, Grant] = field(default_factory=dict)          # what others got, by row
     swap_outs: list[tuple[int, int]] = field(default_factory=list)
     swap_ins: list[tuple[int, int]] = field(default_factory=list)
     preempted: bool = False
@@ -248,7 +254,7 @@ def _admit(self: Scheduler, left: int, draft: _Draft) -> int:
     self.policy.admission_ended(self, why)
     return left
 
-# %% ../../nbs/20_scheduler.ipynb #43513afa
+# %% ../../nbs/20_scheduler.ipynb #035e696b
 @dataclass(slots=True)
 class _Flight:
     "What a plan was about, kept until its commit."
@@ -259,17 +265,22 @@ class _Flight:
     forget: list[int]
 
 @patch
-def _tables(self: Scheduler, grants: dict[int, Grant], num_chunks: int) -> dict[str, np.ndarray]:
-    "The plan's table columns, and its copies, from the grants."
-    first, counts = np.zeros(num_chunks, np.int32), np.zeros(num_chunks + 1, np.int32)
-    placed = sorted((int(self.rows.place[r]), g) for r, g in grants.items())
+def _tables(self: Scheduler, draft: _Draft, num_chunks: int) -> dict[str, np.ndarray]:
+    "The plan's table columns, and its copies."
+    a, first, counts = self.rows, np.zeros(num_chunks, np.int32), np.zeros(num_chunks + 1, np.int64)
+    placed = sorted(zip(a.place[list(draft.grants)].tolist(), draft.grants.values())) if draft.grants else []
+    at = a.place[draft.grown]
+    first[at], counts[at + 1] = a.num_computed_tokens[draft.grown] // self.memory.block_size, 1
     for i, g in placed: first[i], counts[i + 1] = g.first_block, len(g.blocks)
-    blocks = np.array([b for _, g in placed for b in g.blocks], np.int64)
-    columns = dict(first_blocks=first, block_offsets=np.cumsum(counts, dtype=np.int32), blocks=blocks)
+    offsets = np.add.accumulate(counts)
+    blocks = np.zeros(offsets[-1], np.int64)
+    blocks[offsets[at]] = draft.blocks
+    for i, g in placed: blocks[offsets[i]:offsets[i + 1]] = g.blocks
+    columns = dict(first_blocks=first, block_offsets=offsets, blocks=blocks)
     if copies := [c for _, g in placed for c in g.copies]: columns['copies'] = np.array(copies, np.int64)
     return columns
 
-# %% ../../nbs/20_scheduler.ipynb #1bc2ffd2
+# %% ../../nbs/20_scheduler.ipynb #eb916ced
 @patch
 def _assemble(self: Scheduler, draft: _Draft) -> Plan:
     "The plan from the columns, and what its commit has to know."
@@ -278,9 +289,9 @@ def _assemble(self: Scheduler, draft: _Draft) -> Plan:
     if (stops == starts).any():
         some = stops > starts
         rows, starts, stops = rows[some], starts[some], stops[some]
-    due_chunks = np.flatnonzero(stops == a.num_tokens[rows])
+    due_chunks = (stops == a.num_tokens[rows]).nonzero()[0]
     due_rows, forks, more = rows[due_chunks], [], {}
-    if self._pending or draft.grants or self._leaders:
+    if self._pending or draft.grants or len(draft.grown) or self._leaders:
         a.place[self._running] = -1
         a.place[rows] = np.arange(len(rows))
     if self._leaders and (forks := self._plan_forks()):
@@ -289,8 +300,7 @@ def _assemble(self: Scheduler, draft: _Draft) -> Plan:
         due_chunks = np.concatenate([due_chunks, np.array([i for _, i in first], np.int64)])
         more['forks'] = np.array([(p.seq_id, c.seq_id) for p, c in forks], np.int64)
     for r in [r for r in self._pending if a.alive[r] and a.place[r] >= 0]: self._grant(r, Grant(), draft)
-    if draft.grants: more.update(self._tables(draft.grants, len(rows)))
-    else: more.update(first_blocks=np.zeros(len(rows), np.int32), block_offsets=np.zeros(len(rows) + 1, np.int32))
+    more.update(self._tables(draft, len(rows)))
     for name in ('swap_outs', 'swap_ins'):
         if pairs := getattr(draft, name): more[name] = np.array(pairs, np.int64)
     if self._new:
@@ -328,20 +338,23 @@ def plan(self: Scheduler) -> Plan:
                              f'{self.memory.num_blocks} blocks are free')
     return self._assemble(draft)
 
-# %% ../../nbs/20_scheduler.ipynb #a7299b63
+# %% ../../nbs/20_scheduler.ipynb #ab499b1d
 @patch
 def _make_room(self: Scheduler, short: np.ndarray, draft: _Draft) -> None:
-    "Extend the sequences in rows `short`, in order of arrival, preempting from the other end."
-    rows = short.tolist()
-    wants = list(zip(map(self._seq.__getitem__, rows), self.rows.planned[short].tolist()))
+    "Blocks for the sequences in rows `short`, in order of arrival, preempting from the other end."
+    a = self.rows
+    if not self._pending and (blocks := self.memory.append(short, a.planned[short])) is not None:
+        draft.grown, draft.blocks = short, blocks
+        return
+    wants = list(zip(a.seq[short].tolist(), a.planned[short].tolist()))
     if (grants := self.memory.extend(wants)) is not None:
-        for row, grant in zip(rows, grants): self._grant(row, grant, draft)
+        for row, grant in zip(short.tolist(), grants): self._grant(row, grant, draft)
         return
     asking: dict[Group, list[Sequence]] = {}
     for seq, _ in wants: asking.setdefault(self._group[seq.row], []).append(seq)
     for group, seqs in asking.items(): self._make_room_for(group, seqs, draft)
 
-# %% ../../nbs/20_scheduler.ipynb #76ea68fc
+# %% ../../nbs/20_scheduler.ipynb #626e2ff8
 @patch
 def _finish(self: Scheduler, seq: Sequence, reason: str) -> None:
     "End one sequence, now."
@@ -365,8 +378,8 @@ def _release(self: Scheduler, seq: Sequence) -> None:
     self.memory.free(seq)
     self._event('free', seq)
     if self._group[row].told: self._forget.append(seq.seq_id)
-    for of_row in self._seq, self._group, self._leaders, self._pending: of_row.pop(row, None)
-    seq.row = -1
+    for of_row in self._group, self._leaders, self._pending: of_row.pop(row, None)
+    self.rows.seq[row], seq.row = None, -1
     self.rows.give_back(row)
 
 # %% ../../nbs/20_scheduler.ipynb #c59b4e42
@@ -383,7 +396,7 @@ def _release_held(self: Scheduler) -> bool:
     self._seats -= len(held)
     return bool(held)
 
-# %% ../../nbs/20_scheduler.ipynb #5f09b97c
+# %% ../../nbs/20_scheduler.ipynb #5dca4cbd
 @patch
 def commit(self: Scheduler, plan: Plan, result: StepResult) -> Outputs:
     """Apply what the executor answered to `plan`. Raises SchedulerError when it answers something else.
@@ -406,9 +419,9 @@ def commit(self: Scheduler, plan: Plan, result: StepResult) -> Outputs:
     a.tokens[due, n] = tokens
     a.num_tokens[due] = n = n + 1
     stopped = (tokens == a.eos[due]) & (n > a.min_len[due])
-    for i in np.flatnonzero(a.more_stops[due]).tolist(): stopped[i] = self._is_stop(int(due[i]), int(tokens[i]))
-    ended = np.flatnonzero(stopped | (n >= a.stop_len[due])).tolist()
-    seqs = list(map(self._seq.__getitem__, due.tolist()))
+    for i in a.more_stops[due].nonzero()[0].tolist(): stopped[i] = self._is_stop(int(due[i]), int(tokens[i]))
+    ended = (stopped | (n >= a.stop_len[due])).nonzero()[0].tolist()
+    seqs = a.seq[due].tolist()
     finished, self._ended = self._ended + broken, []
     for s in broken: self._finish(s, 'error')
     for i in ended: self._finish(seqs[i], 'stop' if stopped[i] else 'length')
@@ -426,12 +439,12 @@ def _top_up(self: Scheduler, left: int) -> None:
             a.planned[r] += more
             left -= more
 
-# %% ../../nbs/20_scheduler.ipynb #22b5412f
+# %% ../../nbs/20_scheduler.ipynb #efd3d83f
 @patch
 def _plan_forks(self: Scheduler) -> list[tuple[Sequence, Sequence]]:
     "Leaders whose prompt is complete after this plan, with the samples to fork from them."
     a = self.rows
-    return [(self._seq[r], child) for r, g in self._leaders.items() if a.place[r] >= 0 and a.planned[r] == a.limit[r]
+    return [(self.rows.seq[r], child) for r, g in self._leaders.items() if a.place[r] >= 0 and a.planned[r] == a.limit[r]
             for child in g.unforked]
 
 @patch
@@ -516,11 +529,11 @@ def _swap_in(self: Scheduler, group: Group, draft: _Draft) -> bool:
     self._event('resume', seqs[0], 'swap')
     return True
 
-# %% ../../nbs/20_scheduler.ipynb #d7926ddf
+# %% ../../nbs/20_scheduler.ipynb #21e5d936
 @patch
 def _is_stop(self: Scheduler, row: int, token: int) -> bool:
     "Of a sequence with more than one end token: whether this is one."
-    p, a = self._seq[row].request.params, self.rows
+    p, a = self.rows.seq[row].request.params, self.rows
     return bool(a.num_tokens[row] > a.min_len[row]) and (
         token in p.stop_token_ids or not p.ignore_eos and token in self.eos_token_ids)
 
@@ -530,7 +543,7 @@ def _sift(self: Scheduler, due: np.ndarray, tokens: np.ndarray, logprobs: list |
     "Of those who were due a token: who gets one, and who is broken. The blocks of those who left in flight are released."
     gone = {s.row for s in self._pinned}
     stay = [i for i, r in enumerate(due.tolist()) if r not in gone and tokens[i] >= 0]
-    broken = [self._seq[r] for i, r in enumerate(due.tolist()) if r not in gone and tokens[i] < 0]
+    broken = [self.rows.seq[r] for i, r in enumerate(due.tolist()) if r not in gone and tokens[i] < 0]
     self._release_pinned()
     return due[stay], tokens[stay], logprobs and [logprobs[i] for i in stay], broken
 
