@@ -375,10 +375,10 @@ def _bench_flags(p: argparse.ArgumentParser) -> None:
     p.add_argument('--repeat', type=int, default=1, help='runs; the middle one is reported (default: %(default)s)')
     p.add_argument('--json', metavar='FILE', help='also write the result there')
 
-# %% ../../nbs/43_cli.ipynb #4d6ed9ab
+# %% ../../nbs/43_cli.ipynb #4086c3b0
 def spin_less(env: MutableMapping[str, str]) -> None:
     "OpenMP's threads (GNU's library, which torch uses on Linux) give up spinning sooner, unless the environment says how they wait."
-    if 'OMP_WAIT_POLICY' not in env: env.setdefault('GOMP_SPINCOUNT', '20000')
+    if 'OMP_WAIT_POLICY' not in env: env.setdefault('GOMP_SPINCOUNT', '6000')
 
 # %% ../../nbs/43_cli.ipynb #f1356b7c
 def main(argv: list[str] | None = None) -> int:
