@@ -248,7 +248,7 @@ class SequenceArrays:
 
     def give_back(self, row: int) -> None: self._free.append(row)
 
-# %% ../nbs/01_core.ipynb #68c0b666
+# %% ../nbs/01_core.ipynb #b9d7b7ea
 @dataclass(slots=True, eq=False)
 class Sequence:
     """The live state of one sample of a request. Its counters and tokens are read from the scheduler's arrays.
@@ -280,15 +280,17 @@ class Sequence:
     def num_computed_tokens(self) -> int:
         "Tokens whose keys and values are in memory."
         return int(self.arrays.num_computed_tokens[self.row]) if self.row >= 0 else 0
-    @property
-    def token_ids(self) -> np.ndarray:
-        "Prompt and output, int32 [num_tokens]."
-        if self.row >= 0: return self.arrays.tokens[self.row, :self.num_tokens].copy()
-        return self.request.prompt_token_ids if self.final_token_ids is None else self.final_token_ids
-    @property
-    def output_token_ids(self) -> list[int]:
-        "The tokens generated so far."
-        return self.token_ids[self.prompt_len:].tolist()
+
+# %% ../nbs/01_core.ipynb #7f2dd958
+@patch(as_prop=True)
+def token_ids(self: Sequence) -> np.ndarray:
+    "Prompt and output, int32 [num_tokens]."
+    if self.row >= 0: return self.arrays.tokens[self.row, :self.num_tokens].copy()
+    return self.request.prompt_token_ids if self.final_token_ids is None else self.final_token_ids
+@patch(as_prop=True)
+def output_token_ids(self: Sequence) -> list[int]:
+    "The tokens generated so far."
+    return self.token_ids[self.prompt_len:].tolist()
 
 # %% ../nbs/01_core.ipynb #715d42bb
 class Grant(NamedTuple):

@@ -64,7 +64,7 @@ class Columns:
         if name not in self.names: raise KeyError(f'{name!r}: the columns are {", ".join(self.names)}')
         return self._rows[:self._len, self.names.index(name)]
 
-# %% ../nbs/02_trace.ipynb #e4eb73c9
+# %% ../nbs/02_trace.ipynb #7c4e5a58
 class Trace:
     """What one engine did: events, a row of numbers per iteration and, at level "full", every plan and result.
 
@@ -102,14 +102,15 @@ class Trace:
     def __repr__(self) -> str:
         return f'Trace(level={self.level!r}, {len(self)} iterations, {len(self.events)} events, ends at {self.end:.3f} s)'
 
-    @property
-    def ends(self) -> np.ndarray:
-        "When each iteration's commit was done, [num_iterations] float64: its tokens are out."
-        return self['start'] + self['seconds'] + self['host_seconds']
-    @property
-    def end(self) -> float:
-        "The time at which the record ends."
-        return max([self.now, *(e.time for e in self.events[-1:])])
+# %% ../nbs/02_trace.ipynb #2dce3570
+@patch(as_prop=True)
+def ends(self: Trace) -> np.ndarray:
+    "When each iteration's commit was done, [num_iterations] float64: its tokens are out."
+    return self['start'] + self['seconds'] + self['host_seconds']
+@patch(as_prop=True)
+def end(self: Trace) -> float:
+    "The time at which the record ends."
+    return max([self.now, *(e.time for e in self.events[-1:])])
 
 # %% ../nbs/02_trace.ipynb #88a0887b
 @patch

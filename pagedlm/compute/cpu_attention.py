@@ -71,7 +71,7 @@ def _softmax4(s, n, scale, p, m):
     total = add(total, swap2(total))
     store(m, 0, add(total, swap1(total))); store(m, 16, top)
 
-# %% ../../nbs/32_cpu_attention.ipynb #6ff6824f
+# %% ../../nbs/32_cpu_attention.ipynb #a4c2e15a
 @jit
 def _values4(p, kv, stream, n, head_dim, m, out):
     "out[g*width:] = sum over t of p[t, g] * v[t] / m[4*g]: two registers' worth of dimensions, two tokens, four heads at a time."
@@ -98,6 +98,7 @@ def _values4(p, kv, stream, n, head_dim, m, out):
         _finish(kv, out, 2 * width, at, bt, c0, c1, c2, c3, m[8])
         _finish(kv, out, 3 * width, at, bt, d0, d1, d2, d3, m[12])
 
+# %% ../../nbs/32_cpu_attention.ipynb #4098be2c
 @jit
 def _finish(kv, out, o, at, bt, x0, x1, x2, x3, total):
     by = splat(np.float32(1) / total)
@@ -236,21 +237,20 @@ def _many_tokens(q, o, token_stride, out, o_out, out_stride, group, num_rows, fi
         for d in range(head_dim): s[d] = acc[(i * width + d) * 64 + l] * rest
         for j in range(0, head_dim, 16): store(out, at + min(j, head_dim - 16), floats(s, min(j, head_dim - 16)))
 
-# %% ../../nbs/32_cpu_attention.ipynb #7daa4244
+# %% ../../nbs/32_cpu_attention.ipynb #fe3c730a
 _ROWS = 64                          # rows (tokens x query heads of a kv head) side by side in a tile
 _LEAST = 256                        # keys in a part of a head, at least
 _SEQ, _HEAD, _HEADS, _START, _STOP, _LO, _HI, _PART = range(8)
 
 @jit
-def _tile_price(rows): return 64.0 * ((rows + _ROWS - 1) // _ROWS)
-
-@jit
-def _token_price(group): return 6.0 * ((group + 3) // 4)
+def _price(tokens, group, tiled):
+    "Of one key: 64 for a tile of up to 64 rows, or 6 for each token whose heads are read four at a time."
+    return 64.0 * ((tokens * group + _ROWS - 1) // _ROWS) if tiled else 6.0 * tokens * ((group + 3) // 4)
 
 @jit
 def _is_long(chunk, group):
-    "Whether a chunk is better cut into tiles than done token by token: a tile costs what ten tokens of four heads cost."
-    return _token_price(group) * chunk >= _tile_price(min(chunk, max(1, _ROWS // group)) * group)
+    "Whether a chunk is better cut into tiles than done token by token."
+    return _price(chunk, group, False) >= _price(min(chunk, max(1, _ROWS // group)), group, True)
 
 @jit
 def _count(cu, lens, num_kv_heads, group, window, workers):
@@ -261,12 +261,11 @@ def _count(cu, lens, num_kv_heads, group, window, workers):
         past, long = lens[i] - chunk, _is_long(chunk, group)
         for j in range(0, chunk, step if long else 1):
             stop = min(chunk, j + step) if long else j + 1
-            price = _tile_price((stop - j) * group) if long else _token_price(group)
-            total += num_kv_heads * min(past + stop, window + stop - j - 1) * price
+            total += num_kv_heads * min(past + stop, window + stop - j - 1) * _price(stop - j, group, long)
             count += num_kv_heads if long else 1
     return count, total
 
-# %% ../../nbs/32_cpu_attention.ipynb #6ffe98d0
+# %% ../../nbs/32_cpu_attention.ipynb #7e523668
 @jit
 def _share(cu, lens, num_kv_heads, group, window, workers):
     """Entries (sequence, kv head, number of heads, first token, last + 1, first key, last + 1, part or -1), where each worker's
@@ -281,7 +280,7 @@ def _share(cu, lens, num_kv_heads, group, window, workers):
         for j in range(0, chunk, step if long else 1):
             stop = min(chunk, j + step) if long else j + 1
             lo, hi = max(0, past + j + 1 - window), past + stop
-            price = _tile_price((stop - j) * group) if long else _token_price(group)
+            price = _price(stop - j, group, long)
             for h in range(num_kv_heads):
                 at = lo
                 while at < hi:
@@ -307,7 +306,22 @@ def _share(cu, lens, num_kv_heads, group, window, workers):
     shares[w + 1:] = x
     return work[:x], shares, part
 
-# %% ../../nbs/32_cpu_attention.ipynb #1722445f
+# %% ../../nbs/32_cpu_attention.ipynb #18a3234c
+@jit
+def _copy_heads(out4, width, heads, head_dim, out, o):
+    "Heads' outputs [4, width] to where they belong, rounded to what out holds."
+    for g in range(heads):
+        for j in range(0, head_dim, 16):
+            store(out, o + g * head_dim + min(j, head_dim - 16), floats(out4, g * width + min(j, head_dim - 16)))
+
+@jit
+def _keep_part(out4, width, heads, head_dim, m, scale, parts, o):
+    "A part's output per head, and behind it the logarithm (base 2) of its sum of weights."
+    for g in range(heads):
+        for d in range(head_dim): parts[o + g * (head_dim + 1) + d] = out4[g * width + d]
+        parts[o + g * (head_dim + 1) + head_dim] = m[16 + 4 * g] * scale + np.log2(m[4 * g])
+
+# %% ../../nbs/32_cpu_attention.ipynb #2207915c
 @jit
 def _do_share(work, first, last, q, k, v, cu, lens, tables, table_stride, sizes, strides, window, scale, kind, parts, out):
     "One worker's share, with scratch of its own. kind: in what numbers are multiplied."
@@ -345,20 +359,6 @@ def _do_share(work, first, last, q, k, v, cu, lens, tables, table_stride, sizes,
                 _one_token(q, at + o, heads, k, stream, hi - lo, head_dim, scale, q4, s, p, m, out4)
                 if e[_PART] < 0: _copy_heads(out4, width, heads, head_dim, out, to + o)
                 else: _keep_part(out4, width, heads, head_dim, m, scale, parts, (e[_PART] * group + g) * (head_dim + 1))
-
-@jit
-def _copy_heads(out4, width, heads, head_dim, out, o):
-    "Heads' outputs [4, width] to where they belong, rounded to what out holds."
-    for g in range(heads):
-        for j in range(0, head_dim, 16):
-            store(out, o + g * head_dim + min(j, head_dim - 16), floats(out4, g * width + min(j, head_dim - 16)))
-
-@jit
-def _keep_part(out4, width, heads, head_dim, m, scale, parts, o):
-    "A part's output per head, and behind it the logarithm (base 2) of its sum of weights."
-    for g in range(heads):
-        for d in range(head_dim): parts[o + g * (head_dim + 1) + d] = out4[g * width + d]
-        parts[o + g * (head_dim + 1) + head_dim] = m[16 + 4 * g] * scale + np.log2(m[4 * g])
 
 # %% ../../nbs/32_cpu_attention.ipynb #44ed16d5
 @jit

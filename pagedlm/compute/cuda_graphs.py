@@ -51,9 +51,9 @@ class Recording:
         self.graph.replay()
         return self.out
 
-# %% ../../nbs/38_cuda_graphs.ipynb #0366a683
+# %% ../../nbs/38_cuda_graphs.ipynb #42182235
 class GraphRunner(ModelRunner):
-    """A ModelRunner that replays its decode steps as CUDA graphs; same tokens, same everything.
+    """A ModelRunner that replays its decode steps as CUDA graphs.
 
     buckets: the numbers of sequences that are recorded, rising; a batch is padded to the next one. capture: record each when it is
     first needed ("lazily") or all of them now ("at start"). A replayed step counts as `linears` in `times`. On a CPU, which has no
@@ -74,17 +74,6 @@ class GraphRunner(ModelRunner):
         if capture == 'at start':
             for size in reversed(self.buckets): self._recorded(size)
 
-    def _forget_all(self) -> None:
-        self.graphs: dict[int, tuple[Packet, Recording]] = {}
-        self._tables = self.rows.device_tables
-        self._pool = torch.cuda.graph_pool_handle() if self.kv.device.type == 'cuda' else None
-
-    def _bucket(self, plan: Plan) -> int | None:
-        "The bucket of a plain decode; None for any other plan."
-        n = plan.num_chunks
-        plain = plan.num_tokens == n and max(len(plan.blocks), len(plan.due)) <= n
-        return self.buckets[bisect_left(self.buckets, n)] if plain and n <= self.buckets[-1] else None
-
     def _inputs(self, plan: Plan) -> dict[str, torch.Tensor]:
         if not (size := self._bucket(plan)): return super()._inputs(plan)
         columns = padded(self._columns(plan, size), size)
@@ -97,6 +86,20 @@ class GraphRunner(ModelRunner):
         self.laps('linears')
         everybody = np.array_equal(plan.due_chunks, np.arange(plan.num_chunks))
         return logits[:plan.num_chunks] if everybody else logits[sent['last']]
+
+# %% ../../nbs/38_cuda_graphs.ipynb #9f4f81a9
+@patch
+def _forget_all(self: GraphRunner) -> None:
+    self.graphs: dict[int, tuple[Packet, Recording]] = {}
+    self._tables = self.rows.device_tables
+    self._pool = torch.cuda.graph_pool_handle() if self.kv.device.type == 'cuda' else None
+
+@patch
+def _bucket(self: GraphRunner, plan: Plan) -> int | None:
+    "The bucket of a plain decode; None for any other plan."
+    n = plan.num_chunks
+    plain = plan.num_tokens == n and max(len(plan.blocks), len(plan.due)) <= n
+    return self.buckets[bisect_left(self.buckets, n)] if plain and n <= self.buckets[-1] else None
 
 # %% ../../nbs/38_cuda_graphs.ipynb #da4e5c87
 def _checked(buckets: Seq[int]) -> tuple[int, ...]:

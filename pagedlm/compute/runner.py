@@ -21,7 +21,7 @@ from ..core import Plan, StepResult, TokenLogprobs
 # %% auto #0
 __all__ = ['SequenceRows', 'ModelRunner']
 
-# %% ../../nbs/37_runner.ipynb #9dec7091
+# %% ../../nbs/37_runner.ipynb #926a7e82
 class SequenceRows:
     """What an executor keeps of every sequence between iterations, one row each; rows and columns double when full.
 
@@ -46,25 +46,28 @@ class SequenceRows:
         self.num_blocks = _padded(self.num_blocks, 0, len(self.tokens))
         self.device_tokens, self.device_tables = (torch.from_numpy(t).to(self.device) for t in (self.tokens, self.tables))
 
-    def add(self, seq_id: int, prompt: np.ndarray) -> int:
-        "A row for a new sequence, with its prompt and no blocks."
-        self.reserve(len(self.num_blocks) + (not self._free), len(prompt))
-        row = self.row[seq_id] = self._free.pop()
-        self.num_blocks[row] = 0
-        self.tokens[row, :len(prompt)] = prompt
-        if self.elsewhere: self.device_tokens[row, :len(prompt)].copy_(torch.from_numpy(prompt.astype(np.int32)), non_blocking=True)
-        return row
-
-    def remove(self, seq_id: int) -> int | None:
-        "Its row, which is free now, or None for a sequence that was never seen."
-        row = self.row.pop(seq_id, None)
-        if row is not None: self._free.append(row)
-        return row
-
     @property
     def elsewhere(self) -> bool:
         "Whether what is written here has to be written on the device as well."
         return self.device.type != 'cpu'
+
+# %% ../../nbs/37_runner.ipynb #f7673b04
+@patch
+def add(self: SequenceRows, seq_id: int, prompt: np.ndarray) -> int:
+    "A row for a new sequence, with its prompt and no blocks."
+    self.reserve(len(self.num_blocks) + (not self._free), len(prompt))
+    row = self.row[seq_id] = self._free.pop()
+    self.num_blocks[row] = 0
+    self.tokens[row, :len(prompt)] = prompt
+    if self.elsewhere: self.device_tokens[row, :len(prompt)].copy_(torch.from_numpy(prompt.astype(np.int32)), non_blocking=True)
+    return row
+
+@patch
+def remove(self: SequenceRows, seq_id: int) -> int | None:
+    "Its row, which is free now, or None for a sequence that was never seen."
+    row = self.row.pop(seq_id, None)
+    if row is not None: self._free.append(row)
+    return row
 
 # %% ../../nbs/37_runner.ipynb #76ffc1e7
 def _padded(old: np.ndarray, axis: int, size: int) -> np.ndarray:

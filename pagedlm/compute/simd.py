@@ -62,7 +62,7 @@ def _operation(num_args: int, emit: Callable) -> Callable:
     op.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_ONLY) for name in names])    # Numba wants to know it
     return intrinsic(op)
 
-# %% ../../nbs/29_simd.ipynb #345659bb
+# %% ../../nbs/29_simd.ipynb #97cdf488
 def _round(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     "The nearest bfloat16, still as float32."
     i = b.bitcast(x, _ints)
@@ -83,6 +83,7 @@ def floats(typing_context, array, i):
     "Sixteen numbers from array[i:], as float32: float32, bit patterns of bfloat16 (uint16) or of float16 (int16)."
     return vector(array, types.intp), _read
 
+# %% ../../nbs/29_simd.ipynb #dcfc30b0
 @intrinsic
 def store(typing_context, array, i, x):
     "array[i:i+16] = x, rounded to what the array holds."
@@ -103,6 +104,7 @@ def put(typing_context, array, i, x):
         return context.get_dummy_value()
     return types.void(array, types.intp, x), emit
 
+# %% ../../nbs/29_simd.ipynb #3353e46e
 @intrinsic
 def prefetch(typing_context, array, i):
     "Ask for the cache line of array[i] (to be had in the second-level cache), and wait for nothing. Any i is allowed."
@@ -193,7 +195,7 @@ def dot(typing_context, x, y, acc):
         return _call(b, 'fmuladd.v16f32', _upper(b, x), _upper(b, y), _call(b, 'fmuladd.v16f32', _lower(b, x), _lower(b, y), acc))
     return vector(x, y, vector), emit
 
-# %% ../../nbs/29_simd.ipynb #a1d63ee4
+# %% ../../nbs/29_simd.ipynb #fcef1b9d
 def _weave(first: int) -> Callable:
     @intrinsic
     def op(typing_context, x, y):
@@ -206,6 +208,7 @@ def _weave(first: int) -> Callable:
     return op
 lower, upper = _weave(0), _weave(16)          # pairs (x[i], y[i]) of the first and second 16 numbers; of vectors x, and y
 
+# %% ../../nbs/29_simd.ipynb #d611e344
 @intrinsic
 def repeat(typing_context, array, i, j):
     "In all lanes: the pair (array[i], array[i+1]) of bfloat16, else array[i+j]."
@@ -351,7 +354,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         rows, n)
     return out
 
-# %% ../../nbs/29_simd.ipynb #a12998b3
+# %% ../../nbs/29_simd.ipynb #135782d5
 def _turn(b: ir.IRBuilder, x: ir.Value, t: ir.Value) -> ir.Value:
     pick = lambda y, lane: _shuffle(b, y, y, [lane(i) for i in range(16)])
     cos, sin, other = pick(t, lambda i: i & ~1), pick(t, lambda i: i | 1), pick(x, lambda i: i ^ 1)
@@ -359,6 +362,7 @@ def _turn(b: ir.IRBuilder, x: ir.Value, t: ir.Value) -> ir.Value:
     return _call(b, 'fmuladd.v16f32', other, b.fmul(sin, sign), b.fmul(x, cos))
 turn = _operation(2, _turn)
 
+# %% ../../nbs/29_simd.ipynb #c22b7715
 @jit
 def _place(slot, block_size, block_stride, slot_stride): return slot // block_size * block_stride + slot % block_size * slot_stride
 
@@ -380,6 +384,7 @@ def _ask_for_place(k, v, to, num_kv_heads, head_dim, head_stride):
     for h in range(num_kv_heads):
         for j in range(0, head_dim, 64 // k.itemsize): prefetch(k, to + h * head_stride + j); prefetch(v, to + h * head_stride + j)
 
+# %% ../../nbs/29_simd.ipynb #7a352fa6
 @jit
 def _rotate(job, kind, kv_kind):
     qkv, turns, positions, slots = array_at(job[3], kind), array_at(job[4], np.float32), array_at(job[5], np.int64), array_at(job[6], np.int64)

@@ -372,7 +372,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     backend = TritonAttention(q.shape[1], k_cache.shape[1], q.shape[2], q.dtype, q.device, window)
     return backend(q, k_cache, v_cache, meta, scale, window)
 
-# %% ../../nbs/33_triton_attention.ipynb #c49b7dbf
+# %% ../../nbs/33_triton_attention.ipynb #4a4073a2
 @triton.jit
 def rotate_and_write_kernel(qkv_ptr, turns_ptr, position_ptr, slot_ptr, k_ptr, v_ptr, S_TOKEN: tl.constexpr, K: tl.constexpr,
                             V: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -398,6 +398,7 @@ def rotate_and_write_kernel(qkv_ptr, turns_ptr, position_ptr, slot_ptr, k_ptr, v
     v_at = block * V[0] + offset * V[2] + kv_head * V[1] + dim[None]
     tl.store(v_ptr + v_at, x, mask=used & (kv_head >= 0) & (kv_head < kept))
 
+# %% ../../nbs/33_triton_attention.ipynb #820c82b6
 def rotate_and_write(qkv: torch.Tensor, turns: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, k_cache: torch.Tensor,
                      v_cache: torch.Tensor, num_heads: int) -> None:
     """Rotate query and key heads in place (RoPE) and write keys and values to their slots, in one pass.

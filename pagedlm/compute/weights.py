@@ -231,7 +231,7 @@ def gguf_to_hf(path: str | Path, out: str | Path, max_shard: int = 4 << 30) -> P
     finally: shutil.rmtree(making, ignore_errors=True)
     return out
 
-# %% ../../nbs/35_weights.ipynb #3aeaa5da
+# %% ../../nbs/35_weights.ipynb #e9806e28
 def _convert(path: Path, out: Path, max_shard: int) -> None:
     from gguf import GGUFReader
     from safetensors.numpy import save_file
@@ -266,6 +266,7 @@ def _convert(path: Path, out: Path, max_shard: int) -> None:
         index = dict(metadata={}, weight_map={name: final(shards.index(shard)) for name, shard in where.items()})
         (out / 'model.safetensors.index.json').write_text(json.dumps(index, indent=2) + '\n', encoding='utf-8')
 
+# %% ../../nbs/35_weights.ipynb #de072816
 def _decoded(tensors: dict[str, Any], config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     "Hugging Face's name and float32 array of every tensor of a GGUF file."
     from gguf.quants import dequantize

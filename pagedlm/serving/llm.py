@@ -35,7 +35,7 @@ from ..trace import Trace
 __all__ = ['VLLM_KEYWORDS', 'Prompt', 'Logprob', 'CompletionOutput', 'RequestOutput', 'TextDelta', 'free_memory',
            'blocks_that_fit', 'pick_attention', 'make_runner', 'LLM', 'print_stats']
 
-# %% ../../nbs/41_llm.ipynb #6714ed45
+# %% ../../nbs/41_llm.ipynb #98d28a79
 @dataclass(slots=True)
 class Logprob:
     "Log probability and rank (1 is the best) of one token, and its text."
@@ -58,6 +58,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
 
+# %% ../../nbs/41_llm.ipynb #501c24f2
 @dataclass(slots=True)
 class RequestOutput:
     "A prompt and its samples. prompt is None when token ids were given."
@@ -78,7 +79,7 @@ class TextDelta:
     token_ids: list[int]
     finish_reason: str | None = None
 
-# %% ../../nbs/41_llm.ipynb #fe5c8932
+# %% ../../nbs/41_llm.ipynb #6637f94d
 class _Live:
     "One request on its way: text is made of its tokens as they come."
     def __init__(self, prompt_index: int, output: RequestOutput, seqs: list[Sequence], params: SamplingParams, tokenizer: Tokenizer):
@@ -104,22 +105,25 @@ class _Live:
         self.deltas.append(TextDelta(self.prompt_index, o.index, text, o.token_ids, reason))
         return reason is not None and o.finish_reason is None
 
-    def settle(self) -> bool:
-        "Whether every sample has ended; one that was aborted behind our back has, without a word."
-        for seq, out in zip(self.seqs, self.output.outputs):
-            if out.finish_reason is None and seq.status == Status.FINISHED:
-                decoder, out.finish_reason = self.decoders[out.index], seq.finish_reason
-                rest = decoder.finish() if decoder is not None else ''
-                if decoder is not None: out.text = decoder.text
-                self.deltas.append(TextDelta(self.prompt_index, out.index, rest, [], out.finish_reason))
-        return self.output.finished
+# %% ../../nbs/41_llm.ipynb #2b3623ae
+@patch
+def settle(self: _Live) -> bool:
+    "Whether every sample has ended; one that was aborted behind our back has, without a word."
+    for seq, out in zip(self.seqs, self.output.outputs):
+        if out.finish_reason is None and seq.status == Status.FINISHED:
+            decoder, out.finish_reason = self.decoders[out.index], seq.finish_reason
+            rest = decoder.finish() if decoder is not None else ''
+            if decoder is not None: out.text = decoder.text
+            self.deltas.append(TextDelta(self.prompt_index, out.index, rest, [], out.finish_reason))
+    return self.output.finished
 
-    def _add_logprobs(self, out: CompletionOutput, token: int, lp: TokenLogprobs) -> None:
-        if out.logprobs is None: out.logprobs, out.cumulative_logprob = [], 0.0
-        name = lambda t: self.tokenizer.decode([t], skip_special_tokens=False)
-        best = {t: Logprob(l, r, name(t)) for r, (t, l) in enumerate(zip(lp.top_ids, lp.top_logprobs), 1)}
-        out.logprobs.append(best | {token: Logprob(lp.logprob, lp.rank, name(token))})
-        out.cumulative_logprob += lp.logprob
+@patch
+def _add_logprobs(self: _Live, out: CompletionOutput, token: int, lp: TokenLogprobs) -> None:
+    if out.logprobs is None: out.logprobs, out.cumulative_logprob = [], 0.0
+    name = lambda t: self.tokenizer.decode([t], skip_special_tokens=False)
+    best = {t: Logprob(l, r, name(t)) for r, (t, l) in enumerate(zip(lp.top_ids, lp.top_logprobs), 1)}
+    out.logprobs.append(best | {token: Logprob(lp.logprob, lp.rank, name(token))})
+    out.cumulative_logprob += lp.logprob
 
 # %% ../../nbs/41_llm.ipynb #8ba6aaf3
 def free_memory(device: torch.device) -> int:
