@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SMOKE = '--smoke' in sys.argv
 BUDGET = 480                                                          # seconds for everything: those of the sections together
 SECTIONS = {}                                                         # name -> (function, most seconds)
+ORDER = ('machine',), ('copy',), ('cells', 'tests'), ('decode',), ('mixed',), ('launch',), ('engine',)          # the checks side by side
 
 
 def section(seconds):
@@ -56,9 +57,11 @@ def run_notebook(path: Path) -> dict:
             if skip & flags(cell): continue
             file = Path(folder)/f'{path.stem}_{i}.py'                 # a real file: kernels are compiled from their source
             file.write_text(cell, encoding='utf-8')
+            start = time.perf_counter()
             try: exec(python(cell, str(file), 'exec'), space)
             except Exception: errors.append(f'cell {i}: {traceback.format_exc()[-1500:]}')
             ran[is_cuda(cell)] += 1
+            print(f'cell {i}: {time.perf_counter() - start:.1f} s', file=sys.stderr, flush=True)
     return dict(cells=ran[False], cuda_cells=ran[True], errors=errors)
 
 
@@ -66,7 +69,7 @@ def in_process(path: Path) -> dict:
     start, env = time.perf_counter(), {'OMP_NUM_THREADS': '2', 'NUMBA_NUM_THREADS': '2'} | os.environ
     command = [sys.executable, __file__, '--notebook', path]
     try: done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=140)
-    except subprocess.TimeoutExpired: return dict(errors=['it took more than 140 seconds'])
+    except subprocess.TimeoutExpired as e: return dict(errors=[f'it took more than 140 seconds: {(e.stderr or b"").decode()[-1500:]}'])
     said = json.loads(done.stdout.splitlines()[-1]) if not done.returncode else dict(errors=[(done.stdout + done.stderr)[-1500:]])
     return said | dict(seconds=round(time.perf_counter() - start, 1))
 
@@ -80,7 +83,7 @@ def cells():
     return dict(cuda_notebooks=[p.name for p in cuda_notebooks()], notebooks=out), wrong
 
 
-@section(60)
+@section(80)
 def tests():
     "Tests that use a GPU where there is one, but for the notebooks, which had their turn. (The smoke run only collects them.)"
     paths = [p for p in sorted((ROOT/'tests').glob('test_*.py')) if p.name != 'test_notebooks.py']
@@ -106,10 +109,11 @@ def milliseconds(run, reps=20) -> float:
         for _ in range(2):
             start = time.perf_counter(); run(); times.append(1e3 * (time.perf_counter() - start))
         return min(times)
-    dirty = torch.empty(64 << 20, dtype=torch.int32, device='cuda')   # 256 MB, several times the L2
+    other = torch.ones(64 << 20, dtype=torch.int32, device='cuda')    # 256 MB, several times the L2; read, for written ones would be
+                                                                      # sent to memory while `run` is timed
     for _ in range(3): run()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(reps)]
-    for a, b in events: dirty.zero_(); a.record(); run(); b.record()
+    for a, b in events: other.max(); a.record(); run(); b.record()
     torch.cuda.synchronize()
     return sorted(a.elapsed_time(b) for a, b in events)[reps // 2]
 
@@ -122,7 +126,7 @@ def copy_speed() -> float:
     return 2 * len(a) / milliseconds(lambda: b.copy_(a)) / 1e6
 
 
-@section(15)
+@section(10)
 def machine():
     import numpy, torch, triton
     cuda = device() == 'cuda'
@@ -139,7 +143,7 @@ def machine():
                 interpreter=bool(os.environ.get('TRITON_INTERPRET')), **modules), missing
 
 
-@section(15)
+@section(10)
 def copy(): return dict(gb_per_s=round(copy_speed(), 1)), []
 
 
@@ -257,7 +261,7 @@ def measure_all(cases, until, describe) -> tuple[list[dict], list[str]]:
     return rows, wrong
 
 
-@section(75)
+@section(65)
 def decode():
     "One token for each sequence: gigabytes of keys and values per second, and the fraction of what a copy moves."
     copied, until = copy_speed(), time.perf_counter() + 60
@@ -445,6 +449,7 @@ def child(name: str, pipe) -> None:
 
 def run_section(name: str, seconds: float) -> dict:
     "In a process of its own: what breaks a device's context, or never ends, breaks nothing else."
+    if seconds <= 0: return dict(status='skipped', errors=['no time was left'])
     fork = multiprocessing.get_context('fork')
     ours, theirs = fork.Pipe()
     process, start = fork.Process(target=child, args=(name, theirs)), time.perf_counter()
@@ -474,14 +479,15 @@ def main() -> int:
     begin = time.perf_counter()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     report = dict(date=str(date.today()), command=f'tests/gpu.sh{" --smoke" if SMOKE else ""}', sections={})
-    for name in args.only.split(','):
+    for together in ORDER:
+        together = [name for name in together if name in args.only.split(',')]
         left = BUDGET - (time.perf_counter() - begin)
-        enough, most = left > 5, min(SECTIONS[name][1], left)
-        section = run_section(name, most) if enough else dict(status='skipped', errors=['no time was left'])
-        report['sections'][name] = section
-        report['seconds'] = round(time.perf_counter() - begin, 1)
-        args.out.write_text(json.dumps(report, indent=1) + '\n')
-        print(f"{name}: {section['status']}, {section.get('seconds', 0)} s", *section['errors'], sep='\n  ', flush=True)
+        with ThreadPoolExecutor() as pool: got = list(pool.map(lambda name: run_section(name, min(SECTIONS[name][1], left)), together))
+        for name, section in zip(together, got):
+            report['sections'][name] = section
+            report['seconds'] = round(time.perf_counter() - begin, 1)
+            args.out.write_text(json.dumps(report, indent=1) + '\n')
+            print(f"{name}: {section['status']}, {section.get('seconds', 0)} s", *section['errors'], sep='\n  ', flush=True)
     return any(s['status'] != 'ok' for s in report['sections'].values())
 
 

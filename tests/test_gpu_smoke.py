@@ -71,6 +71,7 @@ def test_one_failure_loses_nothing_else(tmp_path, monkeypatch):
     sections = dict(fails=(fails, 9), dies=(lambda: os._exit(3), 9), wrong=(lambda: ({'x': 1}, ['off by 1']), 9),
                     late=(lambda: time.sleep(60), .5), fine=(lambda: ({'x': 2}, []), 9))
     monkeypatch.setattr(bench, 'SECTIONS', sections)
+    monkeypatch.setattr(bench, 'ORDER', [('fails', 'dies'), ('wrong',), ('late', 'fine')])
     assert bench.main() == 1
     got = json.loads(out.read_text())['sections']
     assert [(n, s['status']) for n, s in got.items()] == [(n, 'failed') for n in ('fails', 'dies', 'wrong', 'late')] + [('fine', 'ok')]
