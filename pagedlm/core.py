@@ -17,8 +17,8 @@ from fastcore.basics import patch
 # %% auto #0
 __all__ = ['PagedLMError', 'ConfigError', 'InvalidRequestError', 'RequestTooLargeError', 'DuplicateRequestError', 'BlockError',
            'SchedulerError', 'ModelNotFoundError', 'SamplingParams', 'token_ids', 'Request', 'Status', 'SequenceArrays',
-           'Sequence', 'Grant', 'Usage', 'NewSequence', 'Chunk', 'Plan', 'TokenLogprobs', 'StepResult', 'Output',
-           'Outputs']
+           'Sequence', 'Grant', 'Usage', 'NewSequence', 'Chunk', 'Plan', 'TokenLogprobs', 'PromptLogprobs',
+           'StepResult', 'Output', 'Outputs']
 
 # %% ../nbs/01_core.ipynb #5d563801
 class PagedLMError(Exception):
@@ -49,7 +49,7 @@ class SchedulerError(PagedLMError, RuntimeError):
 class ModelNotFoundError(PagedLMError, FileNotFoundError):
     "A model could not be found or fetched; the message lists the ways to provide one."
 
-# %% ../nbs/01_core.ipynb #8fb6b56a
+# %% ../nbs/01_core.ipynb #c92c4173
 def _is_int(x: Any) -> bool: return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 def _is_number(x: Any) -> bool: return _is_int(x) or isinstance(x, (float, np.floating))
 def _numbers_by_id(x: Any) -> bool:
@@ -57,6 +57,10 @@ def _numbers_by_id(x: Any) -> bool:
 
 _rules = {
     'n': (lambda x: _is_int(x) and x >= 1, 'an integer of at least 1'),
+    'best_of': (lambda x: x is None or _is_int(x) and x >= 1, 'an integer of at least 1 or None'),
+    'beam_width': (lambda x: x is None or _is_int(x) and x >= 1, 'an integer of at least 1 or None'),
+    'length_penalty': (lambda x: _is_number(x) and math.isfinite(x), 'a finite number'),
+    'early_stopping': (lambda x: x in (True, False, 'never'), 'True, False or "never"'),
     'temperature': (lambda x: _is_number(x) and 0 <= x < math.inf, 'a finite number of at least 0'),
     'top_k': (lambda x: _is_int(x) and x >= -1, '-1 or 0 (all tokens) or a positive integer'),
     'top_p': (lambda x: _is_number(x) and 0 < x <= 1, 'in (0, 1]'),
@@ -67,13 +71,15 @@ _rules = {
     'stop': (lambda x: isinstance(x, tuple) and all(isinstance(s, str) and s for s in x), 'a non-empty string or several'),
     'stop_token_ids': (lambda x: isinstance(x, tuple) and all(_is_int(t) and t >= 0 for t in x), 'a token id or several'),
     'logprobs': (lambda x: x is None or _is_int(x) and x >= 0, 'None or a non-negative integer'),
+    'prompt_logprobs': (lambda x: x is None or _is_int(x) and x >= 0, 'None or a non-negative integer'),
+    'prompt_logprobs_from': (lambda x: _is_int(x) and x >= 1, 'the position of a token that has one before it: 1 or more'),
     'repetition_penalty': (lambda x: _is_number(x) and 0 < x < math.inf, 'a positive number'),
     'presence_penalty': (lambda x: _is_number(x) and -2 <= x <= 2, 'in [-2, 2]'),
     'frequency_penalty': (lambda x: _is_number(x) and -2 <= x <= 2, 'in [-2, 2]'),
     'logit_bias': (lambda x: x is None or _numbers_by_id(x), 'a mapping of token ids to finite numbers'),
 }
 
-# %% ../nbs/01_core.ipynb #fb9af9d6
+# %% ../nbs/01_core.ipynb #83ada2c3
 def _plain(x: Any) -> Any:
     "A NumPy scalar as Python's own number; anything else as it is."
     return x.item() if isinstance(x, np.generic) else x
@@ -100,10 +106,22 @@ def _check(p: SamplingParams) -> None:
     if p.stop and not p.detokenize:
         raise InvalidRequestError(f'stop={p.stop!r:.60} with detokenize=False: stop strings are found in the text, and none is '
                                   f'made: leave detokenize on, or give stop_token_ids')
+    for name in ('best_of', 'beam_width'):
+        if (value := getattr(p, name)) is not None and value < p.n:
+            raise InvalidRequestError(f'{name}={value} with n={p.n}: the n best are chosen among {name}, so it must be at least n')
+    if p.beam_width is not None: _check_beams(p)
 
-# %% ../nbs/01_core.ipynb #10a98f8c
-_only_vllm = frozenset("""allowed_token_ids bad_words best_of early_stopping extra_args flat_logprobs guided_decoding length_penalty
-    logits_processors output_kind prompt_logprobs skip_reading_prefix_cache spaces_between_special_tokens structured_outputs
+def _check_beams(p: SamplingParams) -> None:
+    "Beam search compares whole continuations by their log probability: what draws or bends tokens has no place in it."
+    odd = dict(temperature=not p.greedy, best_of=p.best_of is not None, stop=bool(p.stop), logprobs=p.logprobs is not None,
+               repetition_penalty=p.repetition_penalty != 1, presence_penalty=p.presence_penalty != 0, min_tokens=p.min_tokens > 0,
+               frequency_penalty=p.frequency_penalty != 0, logit_bias=bool(p.logit_bias), prompt_logprobs=p.prompt_logprobs is not None)
+    if wrong := [name for name, is_odd in odd.items() if is_odd]:
+        raise InvalidRequestError(f'beam_width={p.beam_width} with {wrong[0]}={getattr(p, wrong[0])!r:.60}: beam search takes temperature=0 '
+                                  f'and neither of {", ".join(list(odd)[1:])}')
+
+# %% ../nbs/01_core.ipynb #da75af84
+_only_vllm = frozenset("""allowed_token_ids bad_words extra_args flat_logprobs guided_decoding logits_processors output_kind skip_reading_prefix_cache spaces_between_special_tokens structured_outputs
     truncate_prompt_tokens use_beam_search""".split())
 
 def _known_names(cls: type) -> type:
@@ -119,13 +137,17 @@ def _known_names(cls: type) -> type:
     cls.__init__ = __init__
     return cls
 
-# %% ../nbs/01_core.ipynb #36f6ec11
+# %% ../nbs/01_core.ipynb #2e5b0466
 @_known_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen, and when they end. Names and defaults follow vLLM's.
 
-    n: samples of the same prompt, computed once and forked.
+    n: samples of the same prompt, computed once and forked. best_of: draw so many, and return the n whose tokens have the highest
+    mean log probability.
+    beam_width: beam search with so many beams, of which the n best are returned; needs temperature=0. length_penalty: a
+    finished beam's score is its log probability divided by length ** length_penalty. early_stopping: True ends when there
+    are beam_width finished ones, False when no running beam is likely to do better, "never" when none can.
     temperature: 0 is greedy. top_k: 0 or -1 keeps all. top_p, min_p: nucleus, and a floor relative to the best token.
     seed: with it, the same text whatever else is in the batch; sample `i` of a request uses its own stream of the seed.
     max_tokens: at most so many new tokens (0 is allowed and returns none); None is up to the model's length.
@@ -133,11 +155,16 @@ class SamplingParams:
     stop: strings that end the text, not part of it unless include_stop_str_in_output. They need detokenize.
     stop_token_ids, ignore_eos: further token ids that end it; whether the model's own end token does not.
     logprobs: also return the log probabilities of so many best tokens (and of the chosen one); 0 for the chosen one alone.
+    prompt_logprobs: the same for the tokens of the prompt, from position prompt_logprobs_from on (a prefix hit ends before it).
     repetition_penalty (over prompt and output), presence_penalty, frequency_penalty (over output), logit_bias {id: add}.
     detokenize, skip_special_tokens: whether text is made, and whether special tokens show in it.
     Frozen, so that many requests can share one: see `replace`. Raises InvalidRequestError.
     """
     n: int = 1
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -149,6 +176,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompt_logprobs_from: int = 1
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -159,7 +188,7 @@ class SamplingParams:
 
     def __post_init__(self): _check(self)
 
-# %% ../nbs/01_core.ipynb #ae2c5b73
+# %% ../nbs/01_core.ipynb #5eb12367
 @patch
 def replace(self: SamplingParams, **changes: Any) -> SamplingParams:
     "A copy with these parameters changed. Raises InvalidRequestError."
@@ -169,6 +198,11 @@ def replace(self: SamplingParams, **changes: Any) -> SamplingParams:
 def greedy(self: SamplingParams) -> bool:
     "Whether the best token is taken, always."
     return self.temperature < 1e-5
+
+@patch(as_prop=True)
+def num_seqs(self: SamplingParams) -> int:
+    "Sequences that run for one request."
+    return self.beam_width or self.best_of or self.n
 
 # %% ../nbs/01_core.ipynb #41f76a34
 def token_ids(x: Any) -> np.ndarray:
@@ -190,20 +224,27 @@ def token_ids(x: Any) -> np.ndarray:
         raise InvalidRequestError(f'token ids are 0 to {2**31 - 1}, and these go from {x.min()} to {x.max()}')
     return x.astype(np.int32)
 
-# %% ../nbs/01_core.ipynb #fe8639e3
+# %% ../nbs/01_core.ipynb #2f701f8a
 @dataclass(frozen=True, slots=True)
 class Request:
     """What a user asks: a prompt and how to continue it.
 
     prompt_token_ids: what `token_ids` takes, kept as a read-only int32 array [prompt_len]. arrival: seconds, on the
-    engine's clock. Raises InvalidRequestError for an empty prompt or what is not a token id.
+    engine's clock. priority: 0 is the most urgent; a policy may ignore it. cache_salt: blocks are found in the prefix cache by
+    requests with the same salt only. Raises InvalidRequestError for an empty prompt, what is not a token id, or another priority.
     """
     request_id: str
     prompt_token_ids: np.ndarray
     params: SamplingParams = SamplingParams()
     arrival: float = 0.0
+    priority: int = 0
+    cache_salt: str | None = None
 
     def __post_init__(self):
+        if not _is_int(self.priority) or not 0 <= self.priority <= 1000:
+            raise InvalidRequestError(f'request {self.request_id!r}: priority={self.priority!r:.60} is an integer from 0 (most urgent) to 1000')
+        if not isinstance(self.cache_salt, str | None):
+            raise InvalidRequestError(f'request {self.request_id!r}: cache_salt={self.cache_salt!r:.60} is a string or None')
         try: array = token_ids(self.prompt_token_ids)
         except InvalidRequestError as e: raise InvalidRequestError(f'request {self.request_id!r}: {e}') from None
         if not array.size:
@@ -248,12 +289,13 @@ class SequenceArrays:
 
     def give_back(self, row: int) -> None: self._free.append(row)
 
-# %% ../nbs/01_core.ipynb #b9d7b7ea
+# %% ../nbs/01_core.ipynb #a08c7dd3
 @dataclass(slots=True, eq=False)
 class Sequence:
     """The live state of one sample of a request. Its counters and tokens are read from the scheduler's arrays.
 
-    row: its place in those arrays and in the Memory, or -1 before it is first admitted and after it ended.
+    row: its place in those arrays and in the Memory, or -1 before it is first admitted and after it ended. score: of a beam that
+    ended. num_hit_tokens: of its prompt, found in the prefix cache when it was first admitted. block_keys: the Memory's names of its full blocks.
     """
     seq_id: int
     request: Request
@@ -263,6 +305,9 @@ class Sequence:
     finish_reason: str | None = None
     arrays: SequenceArrays | None = field(default=None, repr=False)
     final_token_ids: np.ndarray | None = field(default=None, repr=False)
+    score: float | None = None
+    num_hit_tokens: int = 0
+    block_keys: list[int] = field(default_factory=list, repr=False)
 
     @property
     def prompt_len(self) -> int: return len(self.request.prompt_token_ids)
@@ -337,9 +382,10 @@ class Chunk(NamedTuple):
     first_block: int
     blocks: tuple[int, ...]
 
-# %% ../nbs/01_core.ipynb #1a81f7a1
+# %% ../nbs/01_core.ipynb #790921b8
 _none = np.zeros(0, np.int64); _none.flags.writeable = False
 _no_pairs = np.zeros((0, 2), np.int64); _no_pairs.flags.writeable = False
+_no_triples = np.zeros((0, 3), np.int64); _no_triples.flags.writeable = False
 _no_offsets = np.zeros(1, np.int32); _no_offsets.flags.writeable = False
 
 def _empty(array): return field(default_factory=lambda: array)
@@ -348,7 +394,8 @@ def _empty(array): return field(default_factory=lambda: array)
 class Plan:
     """Everything an executor may know about one iteration.
 
-    An executor applies it in this order: `forget` and `new`; `swap_outs` [n, 2] (block, swap block), `swap_ins` [n, 2]
+    An executor applies it in this order: `forget` and `new`; `beams` [n, 3] (parent, child, token: the child's tokens and table
+    become what the parent's were after the last iteration, and the token comes behind them, in place of what was answered); `swap_outs` [n, 2] (block, swap block), `swap_ins` [n, 2]
     (swap block, block) and `copies` [n, 2] (src, dst) in list order; table increments and KV writes of all chunks;
     `forks` [n, 2] (parent, child: the child's table becomes the parent's, as it stands after the chunks); attention.
 
@@ -372,6 +419,7 @@ class Plan:
     swap_outs: np.ndarray = _empty(_no_pairs)
     swap_ins: np.ndarray = _empty(_no_pairs)
     copies: np.ndarray = _empty(_no_pairs)
+    beams: np.ndarray = _empty(_no_triples)
 
 # %% ../nbs/01_core.ipynb #d32f22b3
 @patch(as_prop=True)
@@ -391,13 +439,14 @@ def chunks(self: Plan) -> list[Chunk]:
     return [Chunk(int(s), int(a), int(b), int(f), tuple(self.blocks[at[i]:at[i+1]].tolist()))
             for i, (s, a, b, f) in enumerate(zip(self.seq_ids, self.starts, self.stops, self.first_blocks))]
 
-# %% ../nbs/01_core.ipynb #083e7f00
+# %% ../nbs/01_core.ipynb #34e601ff
 @patch
 def __str__(self: Plan) -> str:
     lines = [f'iteration {self.iteration}: {self.num_tokens} tokens in {self.num_chunks} chunks, {len(self.due)} due']
     for name in ('swap_outs', 'swap_ins', 'copies', 'forks'):
         if len(pairs := getattr(self, name)):
             lines.append(f'  {name}: ' + ', '.join(f'{a}->{b}' for a, b in pairs.tolist()))
+    if len(self.beams): lines.append('  beams: ' + ', '.join(f'{a}->{b} + {token}' for a, b, token in self.beams.tolist()))
     new, due = {s.seq_id for s in self.new}, set(self.due.tolist())
     for c in self.chunks:
         grow = f'  table[{c.first_block}:] = {list(c.blocks)}' if c.blocks else ''
@@ -430,7 +479,7 @@ def from_dict(cls: Plan, d: Mapping) -> Plan:
     new = tuple(NewSequence(i, r, x, np.array(p, np.int32), _params(s)) for i, r, x, p, s in d.get('new', ()))
     return cls(d['iteration'], new=new, **kw)
 
-# %% ../nbs/01_core.ipynb #ca18701f
+# %% ../nbs/01_core.ipynb #1feb4e62
 class TokenLogprobs(NamedTuple):
     "Of one sampled token: its log probability and rank (1 is the best), and the best tokens with theirs, best first."
     logprob: float
@@ -438,16 +487,27 @@ class TokenLogprobs(NamedTuple):
     top_ids: list[int]
     top_logprobs: list[float]
 
+class PromptLogprobs(NamedTuple):
+    """Of prompt tokens [start, start + n) of one sequence: log probabilities [n] float32 and ranks [n] int64 (1 is the best), and the
+    `k` best tokens at each place with theirs, [n, k] int64 and float32, best first."""
+    seq_id: int
+    start: int
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """tokens [num_due] int64, aligned with `Plan.due`, -1 where none could be drawn; seconds; logprobs: None, or per due
-    sequence one or None.
+    sequence one or None (a sequence of a beam search gets its `TokenLogprobs` always); prompt_logprobs: of the chunks that asked.
     """
     tokens: np.ndarray
     seconds: float = 0.0
     logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
-# %% ../nbs/01_core.ipynb #b6c2b10d
+# %% ../nbs/01_core.ipynb #e63b4a49
 class Output(NamedTuple):
     "One step of one sequence: its new tokens (none when it only ended), and why it ended, if it did."
     request_id: str
@@ -461,12 +521,14 @@ class Outputs:
     """What one step gave: `sequences[i]` got `tokens[i]`. Iterating yields an `Output` each, in that order.
 
     finished: sequences that ended in this step, with or without a token. finish_reason is "stop" (end token, stop token
-    or stop string), "length", "memory" (it outgrew the pool alone), "abort" or "error".
+    or stop string), "length", "memory" (it outgrew the pool alone), "abort" or "error". A beam comes with all its tokens when its
+    search ends, and with none before.
     """
     sequences: list[Sequence] = field(default_factory=list)
     tokens: np.ndarray = _empty(_none)
     finished: list[Sequence] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
     def __len__(self) -> int: return len(self.sequences)
     def __iter__(self) -> Iterator[Output]:
@@ -476,4 +538,5 @@ class Outputs:
             ended.discard(s.seq_id)
             yield Output(s.request.request_id, s.index, [token], reason, self.logprobs[i] if self.logprobs else None)
         for s in self.finished:
-            if s.seq_id in ended: yield Output(s.request.request_id, s.index, [], s.finish_reason)
+            if s.seq_id in ended:
+                yield Output(s.request.request_id, s.index, [] if s.score is None else s.output_token_ids, s.finish_reason)

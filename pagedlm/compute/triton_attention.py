@@ -211,9 +211,10 @@ def combine_kernel(out_ptr, part_ptr, lse_ptr, plan_ptr, base, capacity, GROUP: 
     at = ((q_row + token) * (KV_HEADS * GROUP) + head * GROUP + row)[:, None] * HEAD_DIM + dim[None, :]
     tl.store(out_ptr + at, out, mask=(row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :])
 
-# %% ../../nbs/33_triton_attention.ipynb #25a80a13
+# %% ../../nbs/33_triton_attention.ipynb #29b7e92b
 def launch_config(head_dim: int, group: int, dtype: torch.dtype, arch: int | str, long: bool) -> dict[str, int]:
-    """ROWS, KEYS and DIMS of a tile, num_warps, num_stages, and programs for each multiprocessor.
+    """ROWS, KEYS and DIMS of a tile, the START of a walk in tiles, OVERLAP (the chip can start the combining kernel early), num_warps,
+    num_stages, and programs for each multiprocessor.
 
     group: query heads per key head. arch: 80, 90, 100 ... (NVIDIA) or 'gfx942' ... (AMD). long: for chunks of more than 16 rows.
     """
@@ -263,7 +264,7 @@ class _Tiling:
         "Of a plan with room for so many units."
         return 2 + self.programs + 5 * capacity
 
-# %% ../../nbs/33_triton_attention.ipynb #db74d944
+# %% ../../nbs/33_triton_attention.ipynb #d9d6784b
 def _chip(device: torch.device) -> tuple[int | str, int]:
     "Architecture and number of multiprocessors; of a small imaginary one where there is no GPU, for the interpreter."
     if device.type != 'cuda': return 90, 2
@@ -273,9 +274,10 @@ def _chip(device: torch.device) -> tuple[int | str, int]:
 class TritonAttention:
     """Attention of a mixed batch through its block tables: balanced over the GPU by a plan, made once per step (`plan`).
 
-    A unit is up to `ROWS // group` consecutive tokens of one chunk; it has a walk over tiles of `KEYS` keys for each key head. A plan
-    writes all tiles of all units in one line, in the order unit, key head, tile, and gives each program of a fixed grid an equal
-    range of them (Stream-K). Walks that lie in one range are written at once; the parts of others are combined by a second kernel.
+    A unit is up to `ROWS // group` consecutive tokens of one chunk; it has a walk over tiles of `KEYS` keys for each key head. A walk
+    has a step for each tile, and `START` steps before them, as beginning one takes time. A plan writes all steps of all units in one
+    line, in the order unit, key head, step, and gives each program of a fixed grid an equal range of them (Stream-K). Walks that lie
+    in one range are written at once; the parts of others are combined by a second kernel.
     Chunks of more than 16 rows (token, head) have a launch of their own, with larger tiles. float32, float16 and bfloat16. Raises
     ConfigError for a head_dim or dtype that there is no kernel for.
 
@@ -313,7 +315,7 @@ def _lay_out(tiling: _Tiling, kv_heads: int, window: int, units: Seq[np.ndarray]
     for column, x in zip(columns[1:], units): column[:n] = x
     return plan
 
-# %% ../../nbs/33_triton_attention.ipynb #5cba5c83
+# %% ../../nbs/33_triton_attention.ipynb #f4157756
 @patch
 def plan(self: TritonAttention, starts: Seq[int] | np.ndarray, stops: Seq[int] | np.ndarray, *, size: int | None = None) -> np.ndarray:
     """How one step's work is spread: int32 [plan_len], to be copied to the device as `AttnMeta.plan`. Chunks are [starts[i],
@@ -322,8 +324,8 @@ def plan(self: TritonAttention, starts: Seq[int] | np.ndarray, stops: Seq[int] |
     With `size` (a CUDA graph for so many sequences), chunks must be single tokens, sequences beyond `len(starts)` are padding that
     owns one row of q each, for which zeros are written, and plan_len depends on `size` only.
 
-    For the short chunks and then, if there are any, the long ones: share, work, [programs] first unit of each program, and columns
-    [5, capacity]: where a unit's tiles begin, its sequence, first row of q, position, tokens.
+    For the short chunks and then, if there are any, the long ones: share and work in steps, [programs] first unit of each program, and
+    columns [5, capacity]: where a unit's steps begin, its sequence, first row of q, position, tokens.
     """
     starts, stops = np.asarray(starts, np.int64), np.asarray(stops, np.int64)
     n, lens = len(starts), stops - starts
