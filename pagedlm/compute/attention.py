@@ -100,13 +100,13 @@ class Case:
     k: list[torch.Tensor]
     v: list[torch.Tensor]
 
-# %% ../../nbs/31_attention.ipynb #9d6085fb
+# %% ../../nbs/31_attention.ipynb #59718786
 def make_case(chunks: Seq[tuple[int, int]], *, block_size: int = 16, num_heads: int = 4, num_kv_heads: int = 2,
               head_dim: int = 64, dtype: torch.dtype = torch.float32, window: int | None = None, seed: int = 0,
               device: str | torch.device = 'cpu', spare_blocks: int = 3) -> Case:
     """A random mixed batch over scattered blocks, poisoned: unused slots hold NaN, unused table entries hold INT_MAX.
 
-    chunks: (start, stop) of each sequence's chunk, so (299, 300) decodes and (0, 300) is a whole prompt. Everything is
+    Blocks that lie wholly before the window of a chunk's first token count as unused. chunks: (start, stop) of each sequence's chunk, so (299, 300) decodes and (0, 300) is a whole prompt. Everything is
     written through `KVCache.write`, as the engine does. Same seed, same case, on any device.
     """
     rng, gen = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
@@ -115,13 +115,17 @@ def make_case(chunks: Seq[tuple[int, int]], *, block_size: int = 16, num_heads: 
     num_blocks = int(counts.sum()) + spare_blocks
     tables = np.full((len(stops), counts.max(initial=0) + 2), np.iinfo(np.int32).max, np.int32)
     tables[np.arange(tables.shape[1]) < counts[:, None]] = rng.permutation(num_blocks)[:counts.sum()]
-    meta = AttnMeta.build(starts, stops, tables, block_size, device)
     everything = AttnMeta.build(0 * starts, stops, tables, block_size, device)            # the slots of whole sequences
     random = lambda tokens, heads: torch.randn(tokens, heads, head_dim, generator=gen).to(device, dtype)
     cache = KVCache(1, num_blocks, block_size, num_kv_heads, head_dim, dtype, device)
     cache.kv.fill_(torch.nan)
-    q, k, v = (random(n, h) for n, h in [(meta.num_tokens, num_heads)] + 2 * [(everything.num_tokens, num_kv_heads)])
+    q, k, v = (random(n, h) for n, h in [(int((stops - starts).sum()), num_heads)] + 2 * [(everything.num_tokens, num_kv_heads)])
     cache.write(0, k, v, everything.slots)
+    if window:
+        gone = np.arange(tables.shape[1]) < (np.maximum(starts - window + 1, 0) // block_size)[:, None]
+        cache.kv[:, :, torch.from_numpy(tables[gone]).long()] = torch.nan
+        tables[gone] = np.iinfo(np.int32).max
+    meta = AttnMeta.build(starts, stops, tables, block_size, device)
     return Case(q, *cache.layer(0), meta, head_dim ** -0.5, window, *(list(x.split(stops.tolist())) for x in (k, v)))
 
 # %% ../../nbs/31_attention.ipynb #f747acf5

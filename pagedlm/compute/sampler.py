@@ -18,7 +18,7 @@ from ..core import InvalidRequestError, SamplingParams, TokenLogprobs
 
 # %% auto #0
 __all__ = ['NO_TOKEN', 'stream_key', 'uniforms', 'best_tokens', 'pick', 'floors', 'TokenCounts', 'Packet', 'check_params',
-           'SamplerRows', 'Sampler']
+           'SamplerRows', 'logprobs_of', 'Sampler']
 
 # %% ../../nbs/36_sampler.ipynb #a9f27746
 _golden = 0x9E3779B97F4A7C15
@@ -180,7 +180,7 @@ class Packet:
         if self.fetched: self.fetched.record()
         return {name: self.there[start:start + p.nbytes].view(p.dtype) for (name, p), start in zip(pieces.items(), ends)}
 
-# %% ../../nbs/36_sampler.ipynb #caddf0e2
+# %% ../../nbs/36_sampler.ipynb #d843c605
 _random, _sorted, _floored, _biased, _penalised, _logprobs = (1 << i for i in range(6))
 
 _record = np.dtype([('flags', 'u1'), ('temperature', 'f4'), ('top_k', 'i8'), ('top_p', 'f8'), ('min_p', 'f8'),
@@ -199,11 +199,17 @@ def _additions(bias: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
 
 def _flags(p: SamplingParams, vocab_size: int) -> int:
     penalised = (p.repetition_penalty, p.frequency_penalty, p.presence_penalty) != (1, 0, 0)
-    flags = _penalised * penalised | _biased * bool(p.logit_bias) | _logprobs * (p.logprobs is not None)
+    compared = p.logprobs is not None or p.beam_width is not None or (p.best_of or 1) > 1
+    flags = _penalised * penalised | _biased * bool(p.logit_bias) | _logprobs * compared
     if p.greedy: return flags
     return flags | _random | _sorted * (0 < p.top_k < vocab_size or p.top_p < 1) | _floored * (p.min_p > 0)
 
-# %% ../../nbs/36_sampler.ipynb #82380f52
+def _num_best(p: SamplingParams, num_ends: int, vocab_size: int) -> int:
+    "How many best tokens are told with each token of a row that has so many end tokens."
+    beams = 0 if p.beam_width is None else max(2, 1 + num_ends) * p.beam_width
+    return min(max(p.logprobs or 0, beams), vocab_size)
+
+# %% ../../nbs/36_sampler.ipynb #94e14c52
 class SamplerRows:
     """The sampling parameters of all live sequences, by row: the caller's small number for a sequence.
     max_rows: a larger row makes the table grow. eos_token_ids: the model's end tokens, which min_tokens forbids.
@@ -228,15 +234,14 @@ class SamplerRows:
         prompt, output = (np.asarray(ids, np.int64).reshape(-1) for ids in (prompt_ids, output_ids))
         self.remove(row)
         if row >= len(self.records): self.records = np.pad(self.records, (0, row + 1 + len(self.records)))
-        flags = _flags(p, size)
+        flags, ends = _flags(p, size), {*p.stop_token_ids, *(() if p.ignore_eos else self.eos_token_ids)}
         seed = int(self._seeds.integers(2**63)) if p.seed is None else int(p.seed)
         self.records[row] = (flags, p.temperature, p.top_k if 0 < p.top_k < size else size, p.top_p, p.min_p,
-                             p.repetition_penalty, p.frequency_penalty, p.presence_penalty, min(p.logprobs or 0, size),
+                             p.repetition_penalty, p.frequency_penalty, p.presence_penalty, _num_best(p, len(ends), size),
                              stream_key(seed, index), self.token_counts.take(prompt, output) if flags & _penalised else -1,
                              len(prompt) + p.min_tokens if p.min_tokens else 0)
         if p.logit_bias: self._bias[row] = _additions(p.logit_bias)
-        ends = (*p.stop_token_ids, *(() if p.ignore_eos else self.eos_token_ids))
-        if p.min_tokens: self._banned[row] = _additions(dict.fromkeys(ends, -np.inf))
+        if p.min_tokens: self._banned[row] = _additions(dict.fromkeys(sorted(ends), -np.inf))
 
 # %% ../../nbs/36_sampler.ipynb #1e54512c
 @patch
@@ -247,7 +252,7 @@ def remove(self: SamplerRows, row: int) -> None:
     self.records[row] = 0
     for additions in self._bias, self._banned: additions.pop(row, None)
 
-# %% ../../nbs/36_sampler.ipynb #843b411f
+# %% ../../nbs/36_sampler.ipynb #9108c0f0
 NO_TOKEN = -1
 
 def _column(x: np.ndarray, device: torch.device) -> Tensor:
@@ -271,13 +276,17 @@ def _draw(logits: Tensor, best: Tensor, at: np.ndarray, params: np.ndarray, posi
         weights.masked_fill_(weights < floor[:, None], 0)
     return at, pick(weights, there['u'])
 
+def logprobs_of(logits: Tensor, tokens: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What rows of float32 logits [n, V] say of their tokens [n] int64: log probability [n] float32 and rank [n] int64 (one more than the number
+    of better ones); then the best tokens, [n, num_best] int64, and theirs [n, num_best] float32, best first."""
+    logprobs = logits.log_softmax(-1)
+    told = logprobs.gather(1, tokens[:, None])
+    best, ids = logprobs.topk(num_best)
+    return told[:, 0], (logprobs > told).sum(-1) + 1, ids, best
+
 def _top_logprobs(logits: Tensor, tokens: Tensor, num: list[int]) -> list[TokenLogprobs | None]:
     "Of each row [n, V] its token's log probability and rank, and the best `num[i]` tokens; None for NO_TOKEN."
-    logprobs = logits.log_softmax(-1)
-    chosen = logprobs.gather(1, tokens.clamp(min=0)[:, None])
-    ranks = (logprobs > chosen).sum(-1) + 1
-    top, ids = logprobs.topk(max(num))
-    columns = (x.tolist() for x in (tokens, chosen[:, 0], ranks, ids, top))
+    columns = (x.tolist() for x in (tokens, *logprobs_of(logits, tokens.clamp(min=0), max(num))))
     return [None if t < 0 else TokenLogprobs(c, r, i[:n], l[:n]) for t, c, r, i, l, n in zip(*columns, num)]
 
 # %% ../../nbs/36_sampler.ipynb #e41ccc0f

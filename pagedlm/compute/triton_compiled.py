@@ -62,13 +62,13 @@ def compile_launch(arch: int | str, launch: tuple) -> Any:
     target = GPUTarget('hip', arch, 64) if isinstance(arch, str) else GPUTarget('cuda', arch, 32)
     return triton.compile(source, target=target, options=options)
 
-# %% ../../nbs/33_triton_compiled.ipynb #e79a9d82
+# %% ../../nbs/33_triton_compiled.ipynb #4d5f0b90
 _CLASSES = {'matrix': r'HG?MMA|UTC\w*MMA|QMMA|v_mfma', 'load': r'LDGSTS|LDG\b|UTMALDG|UBLKCP|buffer_load|global_load',
             'shared': r'LDS|LDSM|STS|STSM|LDT|STT|LDTM|STTM|ds_',
             'barrier': r'BAR|SYNCS|s_barrier', 'exp2': r'MUFU|v_exp'}
 
 def _inner_loop(text: str, amd: bool) -> dict[str, int]:
-    "Instructions of the smallest loop with matrix instructions in it, by class; {} if there is none."
+    "Instructions of the innermost loop with the most matrix instructions in it, by class; {} if there is none."
     label = re.compile(r'^(\.?L\w+):')
     step = re.compile(r'^\s+([vsdgb]\w*_\w+)(.*)') if amd else re.compile(r'^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)')
     steps, labels, loops = [], {}, []
@@ -77,10 +77,12 @@ def _inner_loop(text: str, amd: bool) -> dict[str, int]:
         elif m := step.match(line):
             steps.append(m[1])
             target = re.search(r'(\.?L\w+)', m[2]) if re.match(r'BRA|s_c?branch', m[1]) else None
-            if target and target[1] in labels: loops.append(steps[labels[target[1]]:])
+            if target and target[1] in labels: loops.append((labels[target[1]], len(steps)))
     is_a = {name: re.compile(rf'(?:{x})') for name, x in _CLASSES.items()}
-    counts = [dict(all=len(body)) | {name: sum(bool(x.match(op)) for op in body) for name, x in is_a.items()} for body in loops]
-    return min((c for c in counts if c['matrix']), key=lambda c: c['all'], default={})
+    counts = {(a, b): dict(all=b - a) | {name: sum(bool(x.match(op)) for op in steps[a:b]) for name, x in is_a.items()} for a, b in loops}
+    counts = {at: c for at, c in counts.items() if c['matrix']}
+    innermost = [c for (a, b), c in counts.items() if not any(a <= x and y <= b and (x, y) != (a, b) for x, y in counts)]
+    return max(innermost, key=lambda c: (c['matrix'], -c['all']), default={})
 
 # %% ../../nbs/33_triton_compiled.ipynb #811c7e96
 def _resources(compiled: Any) -> tuple[dict[str, int], str]:

@@ -13,11 +13,11 @@ from .block_table import BlockTable
 # %% auto #0
 __all__ = ['fork_table', 'shared_from', 'unshare', 'copies_needed']
 
-# %% ../../nbs/12_copy_on_write.ipynb #13ac7572
+# %% ../../nbs/12_copy_on_write.ipynb #207b474d
 def fork_table(table: BlockTable, allocator: BlockAllocator) -> BlockTable:
     "A second table over the same blocks, the partly filled last one included: references go up, nothing is copied."
-    for block in table.blocks: allocator.share(block)
-    return BlockTable(table.block_size, table.blocks.copy())
+    for block in table.held: allocator.share(block)
+    return BlockTable(table.block_size, table.blocks.copy(), table.released)
 
 # %% ../../nbs/12_copy_on_write.ipynb #2513ace6
 def shared_from(table: BlockTable, start: int, allocator: BlockAllocator) -> list[int]:

@@ -34,7 +34,7 @@ class Group:
         waiting = {s.seq_id for s in self.unforked}
         return [s for s in self.live if s.seq_id not in waiting]
 
-# %% ../../nbs/19_policies.ipynb #e9aebf4f
+# %% ../../nbs/19_policies.ipynb #dd71de85
 class Batch(Protocol):
     "What a policy looks at: the part of a scheduler that is always there. (It is given the scheduler itself.)"
     iteration: int
@@ -42,13 +42,22 @@ class Batch(Protocol):
     def num_running(self) -> int: ...
 
 class Policy:
-    """First come, first served, iteration by iteration: anyone may join at any time, the latest arrival is thrown out.
+    """First come, first served, iteration by iteration: anyone may join at any time, the last in line is thrown out.
 
     Subclass it and decorate with `register_policy` to try another. hold_finished: seats and memory of a finished
-    sequence stay taken until no sequence runs any more.
+    sequence stay taken until no sequence runs any more. patience: iterations of waiting that one level of priority is worth.
     """
     name = 'continuous'
     hold_finished = False
+    patience = 64
+
+    def place(self, scheduler: Batch, request: Request) -> int:
+        "Where it stands in line, decided once, when it arrives: smaller goes first, and equals in order of arrival."
+        return scheduler.iteration + self.patience * request.priority
+
+    def may_displace(self, group: Group, victim: Group) -> bool:
+        "Whether the head of the line, for whom there is no seat or memory, may have a running group behind it thrown out."
+        return group.request.priority < victim.request.priority
 
     def may_admit(self, scheduler: Batch) -> bool:
         "Whether the head of the line may be asked in now."
@@ -58,7 +67,7 @@ class Policy:
         "Called once per plan in which somebody was asked in, with what stopped it."
 
     def victim(self, running: list[Group]) -> Group:
-        "The group to preempt; `running` is in order of arrival."
+        "The group to preempt; `running` is in the order of the line."
         return running[-1]
 
 # %% ../../nbs/19_policies.ipynb #e57f94c0
@@ -69,7 +78,7 @@ def register_policy(cls: type[Policy]) -> type[Policy]:
     policies[cls.name] = cls
     return cls
 
-# %% ../../nbs/19_policies.ipynb #cfc9213b
+# %% ../../nbs/19_policies.ipynb #a69a131c
 @register_policy
 class StaticPolicy(Policy):
     "Request-level batching: a batch is filled, then closed, and waits for its slowest member."
@@ -77,6 +86,8 @@ class StaticPolicy(Policy):
     hold_finished = True
 
     def __init__(self): self._open_at = -1
+
+    def may_displace(self, group: Group, victim: Group) -> bool: return False
 
     def may_admit(self, scheduler: Batch) -> bool:
         return not scheduler.num_running or scheduler.iteration == self._open_at
