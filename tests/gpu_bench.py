@@ -478,6 +478,7 @@ def main() -> int:
     import torch, triton                                              # once for all; only the sections themselves touch the GPU
     begin = time.perf_counter()
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    part = args.out.with_suffix('.part')                              # the notebooks read the last whole report meanwhile
     report = dict(date=str(date.today()), command=f'tests/gpu.sh{" --smoke" if SMOKE else ""}', sections={})
     for together in ORDER:
         together = [name for name in together if name in args.only.split(',')]
@@ -486,8 +487,9 @@ def main() -> int:
         for name, section in zip(together, got):
             report['sections'][name] = section
             report['seconds'] = round(time.perf_counter() - begin, 1)
-            args.out.write_text(json.dumps(report, indent=1) + '\n')
+            part.write_text(json.dumps(report, indent=1) + '\n')
             print(f"{name}: {section['status']}, {section.get('seconds', 0)} s", *section['errors'], sep='\n  ', flush=True)
+    part.replace(args.out)
     return any(s['status'] != 'ok' for s in report['sections'].values())
 
 

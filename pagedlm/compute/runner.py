@@ -160,7 +160,7 @@ class ModelRunner:
         self.laps('sampling')
         return StepResult(tokens, time.perf_counter() - start, logprobs, prompt_logprobs)
 
-# %% ../../nbs/37_runner.ipynb #d5234bfb
+# %% ../../nbs/37_runner.ipynb #8fe70150
 @patch
 def _meet(self: ModelRunner, plan: Plan) -> None:
     "Forget who left, take in who came, and let beams change places."
@@ -170,8 +170,9 @@ def _meet(self: ModelRunner, plan: Plan) -> None:
     for s in plan.new:
         row, p = self.rows.add(s.seq_id, s.prompt_token_ids), s.params
         self.sampler.add(row, p, s.index, s.prompt_token_ids)
-        if p.prompt_logprobs is not None and s.index == 0:                         # whose prompt all samples share
-            self.asked[s.seq_id] = p.prompt_logprobs_from - 1, len(s.prompt_token_ids) - 1, p.prompt_logprobs
+        first, end = p.prompt_logprobs_from - 1, len(s.prompt_token_ids) - 1
+        if p.prompt_logprobs is not None and s.index == 0 and first < end:         # all samples share one prompt
+            self.asked[s.seq_id] = first, end, p.prompt_logprobs
     if len(plan.beams):
         parents, children, tokens = plan.beams.T
         self.rows.reorder(self.rows.rows_of(parents), self.rows.rows_of(children), tokens)
