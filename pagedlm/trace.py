@@ -19,13 +19,13 @@ from .core import ConfigError, Plan, StepResult, TokenLogprobs, Usage
 __all__ = ['usage_kinds', 'columns', 'Event', 'Columns', 'Trace', 'replay', 'tables_at', 'holders', 'Interval', 'Timeline',
            'timelines']
 
-# %% ../nbs/02_trace.ipynb #3168d80d
+# %% ../nbs/02_trace.ipynb #5b9fffa4
 class Event(NamedTuple):
     """Something that plans and results cannot tell.
 
-    kind: arrive, refuse, admit, first_token, preempt (the whole request; detail: recompute or swap), resume, abort,
-    finish (detail: the reason) or free (the references of this sequence to its blocks were dropped). seq_id -1: of a
-    request as a whole.
+    kind: arrive, refuse, admit, hit (detail: how many tokens were found in the prefix cache), first_token, preempt (the whole
+    request; detail: recompute or swap), resume, abort, finish (detail: the reason) or free (the references of this sequence
+    to its blocks were dropped). seq_id -1: of a request as a whole.
     """
     iteration: int
     time: float
@@ -154,7 +154,7 @@ def _full(trace: Trace) -> None:
         raise ConfigError(f'block tables are replayed from plans, and a trace of level {trace.level!r} keeps none: '
                           'record with level="full"')
 
-# %% ../nbs/02_trace.ipynb #c6312c72
+# %% ../nbs/02_trace.ipynb #91d3350f
 def replay(trace: Trace) -> Iterator[tuple[Plan, dict[int, list[int]]]]:
     """Each plan with all block tables as its attention read them: {seq_id: blocks}.
 
@@ -180,6 +180,9 @@ def replay(trace: Trace) -> Iterator[tuple[Plan, dict[int, list[int]]]]:
         ended.update(e.seq_id for e in events if e.kind == 'finish')
         past = num_events
         for s in plan.forget.tolist(): tables.pop(s, None)
+        old = {parent: tables[parent] for parent in plan.beams[:, 0].tolist() if parent in tables}
+        for parent, child, _ in plan.beams.tolist():
+            if child != parent and parent in old: tables[child] = old[parent].copy()
         at, blocks = plan.block_offsets.tolist(), plan.blocks.tolist()
         for i, (s, first) in enumerate(zip(plan.seq_ids.tolist(), plan.first_blocks.tolist())):
             added = blocks[at[i]:at[i+1]]

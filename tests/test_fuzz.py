@@ -82,11 +82,11 @@ rarely = st.sampled_from([True] + 9 * [False])
 
 class Machine(RuleBasedStateMachine):
     @initialize(blocks=st.integers(3, 24), size=st.sampled_from([1, 2, 3, 5, 16]), swap=st.sampled_from([0, 1, 12, 40, 40]),
-                seats=st.integers(1, 6), extra=st.integers(0, 20), paged=st.booleans(),
+                seats=st.integers(1, 6), extra=st.integers(0, 20), paged=st.booleans(), cached=st.booleans(),
                 policy=st.sampled_from(['continuous', 'static', AnyVictim, AnyVictim, AnyVictimStatic]), seed=st.integers(0, 99),
                 preemption=st.sampled_from(['auto', 'recompute', 'swap', 'swap']), watermark=st.sampled_from([0, .01, .2]))
-    def start(self, blocks, size, swap, seats, extra, paged, policy, seed, preemption, watermark):
-        self.memory = StubbornMemory(BlockManager(blocks, size, swap) if paged else ContiguousMemory(blocks, size, MAX_LEN, 'request'))
+    def start(self, blocks, size, swap, seats, extra, paged, cached, policy, seed, preemption, watermark):
+        self.memory = StubbornMemory(BlockManager(blocks, size, swap, cached) if paged else ContiguousMemory(blocks, size, MAX_LEN, 'request'))
         self.executor = CheckedExecutor(script, blocks, size, swap)
         policy = policy if isinstance(policy, str) else policy(seed)
         self.scheduler = Scheduler(self.memory, seats, seats + extra, MAX_LEN, policy, preemption, watermark, (EOS,))
@@ -99,7 +99,7 @@ class Machine(RuleBasedStateMachine):
         for length, n, max_tokens, min_tokens, more, ignore, again in several:
             name = str(self.count - again)
             params = SamplingParams(n=n, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop_token_ids=more, ignore_eos=ignore)
-            request = Request(name, np.arange(self.count, self.count + length) % 50, params)
+            request = Request(name, np.arange(self.count % 3, self.count % 3 + length) % 50, params, priority=self.count % 7 // 3)
             before = self.memory.num_free_blocks
             try: seqs = self.engine.add(request)
             except InvalidRequestError as e:
@@ -221,6 +221,9 @@ class Machine(RuleBasedStateMachine):
         assert all(s.status == Status.FINISHED for _, seqs in self.requests.values() for s in seqs)
         assert self.memory.num_free_blocks == self.memory.num_blocks
         assert not (self.scheduler._group or self.scheduler._pending or self.scheduler._leaders)
+        cache = getattr(self.memory.memory, 'cache', None)
+        assert not (cache and cache.promised)
+        seen['hits'] += sum(e.kind == 'hit' for e in self.engine.trace.events)
 
 
 Machine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True, report_multiple_bugs=False,
@@ -233,4 +236,4 @@ def test_zz_the_machine_met_what_it_was_built_for():
     print(dict(seen))
     assert seen['steps'] > 2000
     for what in ('preemptions', 'swap_out', 'swap_in', 'copies', 'forks', 'chunked', 'stop', 'length', 'memory', 'refusals', 'early_victims',
-                 'forked_victims'): assert seen[what] > 20, (what, seen)
+                 'forked_victims', 'hits'): assert seen[what] > 20, (what, seen)
