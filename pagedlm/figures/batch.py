@@ -69,7 +69,7 @@ def _cells(plan: Plan, tables: dict[int, list[int]], who: dict[int, tuple[str, i
     busy = {*plan.seq_ids.tolist(), *plan.forks[:, 1].tolist()}
     return cells + [Cell(plan.iteration, who[s][0], s, who[s][1], 'held') for s in tables if s not in busy]
 
-# %% ../../nbs/50_figures.ipynb #714d24f8
+# %% ../../nbs/50_figures.ipynb #717645ab
 def history(trace: Trace) -> History:
     "What a trace of level \"full\" says of every sequence in every iteration. Raises ConfigError for another level."
     cells, marks, samples, back, past = [], [], {}, {}, 0    # back: requests whose last move was in, not out
@@ -80,7 +80,7 @@ def history(trace: Trace) -> History:
             if e.kind == 'arrive': samples.setdefault(e.request_id, 1)
         for s in plan.new:
             who[s.seq_id], index[s.seq_id], prompt_len[s.seq_id] = (s.request_id, s.index), s.index, len(s.prompt_token_ids)
-            samples[s.request_id] = max(samples[s.request_id], s.params.n)
+            samples[s.request_id] = max(samples[s.request_id], s.params.num_seqs)
         for e in events:
             if e.kind == 'arrive': live[e.request_id], back[e.request_id] = set(), False
             if mark := _mark(e, plan, index): marks.append(mark)
