@@ -1,12 +1,13 @@
 "Prefix hits, beams, priorities, windows and scoring, without a model: each against a plain run, and all of them at random together."
 import itertools
 import random
+import time
 
 import numpy as np
 import pytest
 from drive import CheckedExecutor, check_tokens, events, most_steps, oracle, request
 
-from pagedlm.core import InvalidRequestError, Request, SamplingParams, StepResult
+from pagedlm.core import InvalidRequestError, Request, SamplingParams, Sequence, SequenceArrays
 from pagedlm.memory.block_manager import BlockManager, check_pool
 from pagedlm.memory.contiguous import ContiguousMemory
 from pagedlm.scheduling.beam_search import BeamSearch
@@ -103,7 +104,7 @@ def test_conversation_goes_on():
     check_tokens([[a], [b]])
 
 
-def test_salts_and_collisions():
+def test_salts_and_collisions__vllm_12621():
     for salt, name in itertools.product((None, 'x'), (hash, lambda x: 7)):
         engine = make(100)
         engine.scheduler.memory.cache.hash = name
@@ -116,7 +117,7 @@ def test_salts_and_collisions():
         if salt: assert hits[1] == 0
 
 
-def test_least_recently_used_goes_first():
+def test_least_recently_used_goes_first__hf_snapshot():
     engine = make(8, watermark=0)
     for name, prompt in ('a', range(100, 109)), ('b', range(200, 209)), ('a2', range(100, 109)), ('c', range(300, 321)):
         [s] = engine.add(Request(name, prompt, SamplingParams(max_tokens=1)))
@@ -136,6 +137,26 @@ def test_preempted_comes_back_through_the_cache():
         assert engine.scheduler.num_preemptions
         tokens[cached] = computed(engine)
     assert tokens[True] < tokens[False]
+
+
+def test_a_hit_is_quick_in_a_large_pool__nano_vllm():
+    "99 blocks out of 100,000, admitted as a whole: less than 0.2 ms (measured 20 times, the best counts)."
+    memory, arrays, prompt = BlockManager(100_000, 16, prefix_caching=True), SequenceArrays(width=2048), np.arange(99 * 16 + 1)
+    def admit(name):
+        seq = Sequence(0, Request(name, prompt), arrays=arrays)
+        seq.row = arrays.take(len(prompt))
+        arrays.tokens[seq.row, :len(prompt)], arrays.num_tokens[seq.row] = prompt, len(prompt)
+        start = time.perf_counter()
+        grant = memory.admit(seq, len(prompt))
+        took = time.perf_counter() - start
+        memory.computed(np.array([seq.row]), np.array([len(prompt)]))
+        memory.free(seq)
+        arrays.give_back(seq.row)
+        return took, grant.num_hit_tokens
+    memory.allocator.free_many(memory.allocator.allocate_many(50_000)[::-1])               # the queue is in disorder
+    assert admit('first')[1] == 0
+    took, hits = zip(*(admit(str(i)) for i in range(20)))
+    assert set(hits) == {99 * 16} and min(took) < 200e-6, min(took)
 
 
 # beams
@@ -307,7 +328,7 @@ def test_scored_requests_give_no_token():
 # all together
 
 @pytest.mark.parametrize('seed', range(40))
-def test_everything_at_random(seed):
+def test_everything_at_random__sglang_35270(seed):
     "Prefix hits, salts, samples, beams, priorities, windows, scoring, preemption and swap, on and off: the same tokens as alone."
     rng = random.Random(seed)
     size = rng.choice([1, 3, 4, 16])

@@ -151,7 +151,7 @@ def _grow(self: BlockManager, row: int, upto: int, shared: bool) -> Grant:
     self._reserve(row, max(upto, self._granted.item(row)))
     return Grant(first, blocks[first:], copies)
 
-# %% ../../nbs/14_block_manager.ipynb #860c3d5e
+# %% ../../nbs/14_block_manager.ipynb #fd91f570
 @patch
 def computed(self: BlockManager, rows: np.ndarray, uptos: np.ndarray) -> None:
     "The KV of tokens `[0, uptos[i])` of `rows[i]` is in memory now. Rows are distinct; nothing shrinks."
@@ -161,15 +161,18 @@ def computed(self: BlockManager, rows: np.ndarray, uptos: np.ndarray) -> None:
         granted = self._granted[rows]
         self._reserved -= int((np.minimum(uptos, granted) - np.minimum(before, granted)).sum())
     self._computed[rows] = uptos
-    if self.cache:
-        for row in rows[uptos // self.block_size > before // self.block_size].tolist(): self._index(row)
+    if self.cache and len(filled := rows[uptos // self.block_size > before // self.block_size]): self._index(filled)
 
 @patch
-def _index(self: BlockManager, row: int) -> None:
-    "The blocks of a row that have been filled may be found from now on."
-    seq, chain, blocks = self._seqs[row], self._chains[row], self._tables[row].blocks
-    for i in range(len(chain), self._computed.item(row) // self.block_size):
-        chain.append(self.cache.add(seq, i, blocks[i], chain[-1] if chain else seq.request.cache_salt))
+def _index(self: BlockManager, rows: np.ndarray) -> None:
+    "The blocks of these rows that have been filled may be found from now on. Nearly always it is one of each: their tokens are fetched at once."
+    size, add, last = self.block_size, self.cache.add, self._computed[rows] // self.block_size - 1
+    places = last[:, None] * size + np.arange(size, dtype=np.int32)
+    data = self._seqs[rows.item(0)].arrays.tokens[rows[:, None], places].tobytes()
+    for j, (row, i) in enumerate(zip(rows.tolist(), last.tolist())):
+        seq, chain, blocks = self._seqs[row], self._chains[row], self._tables[row].blocks
+        while len(chain) < i: chain.append(add(seq, len(chain), blocks[len(chain)], chain[-1] if chain else seq.request.cache_salt))
+        chain.append(add(seq, i, blocks[i], chain[-1] if chain else seq.request.cache_salt, data[4 * size * j:4 * size * (j + 1)]))
 
 # %% ../../nbs/14_block_manager.ipynb #b69e17d9
 @patch

@@ -65,14 +65,17 @@ def find(self: PrefixCache, seq: Sequence, num_tokens: int) -> list[int]:
         before = self.serials[block]
     return found
 
-# %% ../../nbs/13_prefix_cache.ipynb #49413aa3
+# %% ../../nbs/13_prefix_cache.ipynb #6ed57e23
 @patch
-def add(self: PrefixCache, seq: Sequence, index: int, block: int, before: Any) -> int:
+def add(self: PrefixCache, seq: Sequence, index: int, block: int, before: Any, tokens: bytes | None = None) -> int:
     """Block `index` of the sequence is filled, and `block` is it: it may be found from now on. Returns its serial, or that of an
-    equal one that is found in its place. before: the serial of the block before it; the salt, for the first.
+    equal one that is found in its place. before: the serial of the block before it; the salt, for the first. tokens: int32, as
+    bytes, if the caller has them at hand.
     """
-    key, tokens = self.keys(seq, index + 1)[index], _bytes(seq, index * self.block_size, (index + 1) * self.block_size)
-    self.promised.pop(key, None)
+    if tokens is None: tokens = _bytes(seq, index * self.block_size, (index + 1) * self.block_size)
+    if 0 < len(keys := seq.block_keys) == index: keys.append(self.hash((keys[-1], tokens)))
+    key = keys[index] if index < len(keys) else self.keys(seq, index + 1)[index]
+    if self.promised: self.promised.pop(key, None)
     if (other := self.blocks.get(key)) is not None:
         if self._before[other] == before and self._tokens[other] == tokens: return self.serials[other]
         self._forget(other)

@@ -93,7 +93,7 @@ class Screen:
             self.marks[i] += '█' if token else ' ' if s is None else '▒'
         self._steps += 1
 
-# %% ../../nbs/43_cli.ipynb #07cda497
+# %% ../../nbs/43_cli.ipynb #a535157c
 @patch
 def text(self: Screen) -> str:
     "The drawing."
@@ -102,10 +102,11 @@ def text(self: Screen) -> str:
     room = width - 30
     rows = [f'{self._name(x):<26}│ {m[-room:]}' for x, m in zip(self.lines, self.marks)]
     bar = lambda n: round(n * (width - 30) / u.total)
-    kinds = '█' * bar(u.used) + '▓' * bar(u.reserved) + '▒' * bar(u.internal + u.external)
+    kinds = '█' * bar(u.used) + '▓' * bar(u.reserved) + '▒' * bar(u.internal + u.external) + '░' * bar(u.cached)
     return '\n'.join([*rows, f'{"KV cache":<26}│ {kinds:·<{room}}',
                       f'{s.num_running} running, {s.num_waiting} waiting, {u.used / u.total:.0%} of the KV slots used, '
-                      f'{(u.reserved + u.internal + u.external) / u.total:.0%} reserved or lost, iteration {s.iteration}'])
+                      f'{(u.reserved + u.internal + u.external) / u.total:.0%} reserved or lost, {u.cached / u.total:.0%} free and cached, '
+                      f'iteration {s.iteration}'])
 
 @patch
 def _name(self: Screen, s: Sequence | None) -> str:
@@ -120,7 +121,7 @@ def draw(self: Screen) -> None:
     else: self.out.write(self.text().splitlines()[-1] + '\n')
     self.out.flush()
 
-# %% ../../nbs/43_cli.ipynb #e4942254
+# %% ../../nbs/43_cli.ipynb #0916ec7b
 class Meter:
     "Counts over the steps of one LLM; call it after each (as `llm.on_step`), with what else is to be called."
     def __init__(self, llm: LLM, also: Callable[[LLM], None] | None = None):
@@ -137,7 +138,7 @@ class Meter:
         "Numbers of the run that ends now, in the order in which they are shown."
         t, seconds = self.llm.trace, time.perf_counter() - self.start
         tokens = sum(len(o.token_ids) for r in outputs for o in r.outputs)
-        slots = {k: float(t[k].mean()) for k in ('used', 'reserved', 'internal', 'external', 'free')}
+        slots = {k: float(t[k].mean()) for k in ('used', 'reserved', 'internal', 'external', 'cached', 'free')}
         total = sum(slots.values())
         first = {e.request_id: e.time for e in t.events if e.kind == 'first_token'}
         done = [max(e.time for e in t.events if e.kind == 'finish' and e.request_id == r) for r in first]
@@ -283,7 +284,7 @@ def _workload(args: argparse.Namespace) -> Workload:
     if args.max_model_len is not None: workload = workload.up_to(args.max_model_len)
     return workload if args.rate is None else workload.poisson(args.rate, args.seed)
 
-# %% ../../nbs/43_cli.ipynb #a90ed578
+# %% ../../nbs/43_cli.ipynb #74da0019
 def bench(args: argparse.Namespace, out: TextIO = sys.stdout) -> None:
     "Serve a workload and print throughput, latencies, and where the time goes."
     from pagedlm.serving.bench import bench as run, report, write
@@ -314,7 +315,7 @@ def _bench_llm(args: argparse.Namespace, workload: Workload) -> LLM:
     if blocks is None:
         blocks = min(blocks_needed(workload, args.max_num_seqs, size, most if args.memory == 'contiguous' else 0),
                      blocks_that_fit(model.config, model.dtype, model.device, size, 2 * args.max_num_seqs, most))
-    return llm.variant(num_blocks=blocks, max_model_len=most, memory=args.memory)
+    return llm.variant(num_blocks=blocks, max_model_len=most, memory=args.memory, enable_prefix_caching=args.prefix_caching)
 
 def _command(args: argparse.Namespace) -> str:
     "What was typed; the folder of the result is nobody's business."
@@ -364,7 +365,7 @@ def parser() -> argparse.ArgumentParser:
     _bench_flags(command('bench', bench, None))
     return top
 
-# %% ../../nbs/43_cli.ipynb #c3bb2cf0
+# %% ../../nbs/43_cli.ipynb #ed1be07c
 def _bench_flags(p: argparse.ArgumentParser) -> None:
     p.add_argument('--workload', default='w64', help='"w64" (64 fixed requests), "random", or a trace file (.csv, .jsonl, .gz)')
     p.add_argument('--num-prompts', type=int, help='requests; of a trace, the first so many (default: 64)')
@@ -377,6 +378,7 @@ def _bench_flags(p: argparse.ArgumentParser) -> None:
     p.add_argument('--block-size', type=int, default=16, help='tokens per block (default: %(default)s)')
     p.add_argument('--policy', default='continuous', help='continuous or static')
     p.add_argument('--memory', default='paged', help='paged or contiguous')
+    p.add_argument('--prefix-caching', action=argparse.BooleanOptionalAction, default=True, help='share blocks of prompts that begin alike')
     p.add_argument('--device', default='auto')
     p.add_argument('--threads', type=int, help="CPU threads (default: torch's)")
     p.add_argument('--trace', default='requests', help='off, requests or full')
