@@ -7,7 +7,8 @@
 #                                  the notebooks, pytest for the tests; no network
 #   tests/gpu.sh --smoke           the same on a CPU, with tiny shapes and Triton's interpreter, in less than a minute
 #
-# Writes one JSON (nbs/results/gpu.json, build/gpu_smoke.json, or FILE): the machine and its versions, and of each section its status, seconds, results, and error if any.
+# Writes one JSON (nbs/results/gpu.json, build/gpu_smoke.json, or FILE; until it is done, with the ending .part): the machine and its
+# versions, and of each section its status, seconds, results, and error if any.
 # PYTHON names another interpreter than python3. `--only copy,decode` runs some of the sections.
 set -euo pipefail
 cd "$(dirname "$0")/.."
