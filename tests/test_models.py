@@ -265,6 +265,9 @@ def test_silence_means_what_transformers_means():
         said = {row.names.get(k, k): n for k, n in sizes.items()}
         full = transformers.AutoConfig.for_model(kind, **said).to_dict()
         assert ModelConfig.from_hf(full) == ModelConfig.from_hf(dict(model_type=kind, **said)), kind
+    for kind in 'qwen2', 'qwen3':
+        slides = lambda use: ModelConfig.from_hf(sizes | dict(model_type=kind, sliding_window=9, max_window_layers=0, use_sliding_window=use))
+        assert slides(False).sliding_window is None and slides(True).layer_windows == (9, 9)
 
 
 @pytest.mark.parametrize('backend', BACKENDS)

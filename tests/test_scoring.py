@@ -170,6 +170,31 @@ def test_best_of(llm, reference):
     assert [d.index for d in llm.stream(CONTEXT, six.replace(n=2, best_of=2, max_tokens=1))] == [0, 1]
 
 
+def test_beams_come_at_the_end(llm):
+    "The n best of the beams, the best first, each as likely as it says; beside a neighbour, who does not notice."
+    [alone] = llm.generate('The sea', GREEDY, use_tqdm=False)
+    wide = SamplingParams(temperature=0, beam_width=4, n=2, max_tokens=9, length_penalty=0.5)
+    beams, beside = llm.generate([CONTEXT, 'The sea'], [wide, GREEDY], use_tqdm=False)
+    assert beside.outputs[0].token_ids == alone.outputs[0].token_ids and [o.index for o in beams.outputs] == [0, 1]
+    scores = llm.score([beams.prompt_token_ids] * 2, [o.token_ids for o in beams.outputs], use_tqdm=False)
+    assert np.allclose([o.cumulative_logprob for o in beams.outputs], [s.logprob for s in scores], atol=10 * CLOSE)
+    assert [o.score for o in beams.outputs] == sorted((o.cumulative_logprob / len(o.token_ids) ** .5 for o in beams.outputs), reverse=True)
+    for o in beams.outputs:
+        ended = o.token_ids[-1] in llm.tokenizer.eos_token_ids
+        assert o.text == llm.tokenizer.decode(o.token_ids) and o.finish_reason == ('stop' if ended else 'length') and o.logprobs is None
+
+
+def test_beams_aborted(llm):
+    "What was aborted in the middle of its search has no text and says so."
+    def on_step(llm):
+        if next(steps) == 3: llm.engine.abort([*llm._live][0])
+    steps, llm.on_step = iter(range(99)), on_step
+    try: beams, beside = llm.generate(['The sea', 'The sea'], [SamplingParams(temperature=0, beam_width=3), GREEDY], use_tqdm=False)
+    finally: llm.on_step = None
+    assert [(o.text, o.token_ids, o.finish_reason, o.score) for o in beams.outputs] == [('', [], 'abort', None)]
+    assert beside.outputs[0].finish_reason == 'length' and llm.engine.scheduler.memory.num_free_blocks == 96
+
+
 @pytest.mark.parametrize('call', [
     lambda m: m.score('', 'a'), lambda m: m.score('a', ''), lambda m: m.score(['a', 'b'], ['c']), lambda m: m.score([[]], [[1]]),
     lambda m: m.score([[1]], [[]]), lambda m: m.score('a', None), lambda m: m.score({'prompt': 'a'}, 'b'), lambda m: m.score([[1]], [[50_000]]),

@@ -100,14 +100,15 @@ class Case:
     k: list[torch.Tensor]
     v: list[torch.Tensor]
 
-# %% ../../nbs/31_attention.ipynb #59718786
+# %% ../../nbs/31_attention.ipynb #9a21443d
 def make_case(chunks: Seq[tuple[int, int]], *, block_size: int = 16, num_heads: int = 4, num_kv_heads: int = 2,
               head_dim: int = 64, dtype: torch.dtype = torch.float32, window: int | None = None, seed: int = 0,
               device: str | torch.device = 'cpu', spare_blocks: int = 3) -> Case:
     """A random mixed batch over scattered blocks, poisoned: unused slots hold NaN, unused table entries hold INT_MAX.
 
-    Blocks that lie wholly before the window of a chunk's first token count as unused. chunks: (start, stop) of each sequence's chunk, so (299, 300) decodes and (0, 300) is a whole prompt. Everything is
-    written through `KVCache.write`, as the engine does. Same seed, same case, on any device.
+    chunks: (start, stop) of each sequence's chunk, so (299, 300) decodes and (0, 300) is a whole prompt. Everything is
+    written through `KVCache.write`, as the engine does; blocks wholly before the window of a chunk's first token are then unused.
+    Same seed, same case, on any device.
     """
     rng, gen = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     starts, stops = np.array(chunks, np.int64).reshape(-1, 2).T

@@ -68,7 +68,7 @@ class Rope:
             raise ConfigError(f'{rope}: theta and factor must be positive, and high_freq_factor above low_freq_factor')
         return rope
 
-# %% ../../nbs/34_model.ipynb #fca78e42
+# %% ../../nbs/34_model.ipynb #812660c2
 ACTIVATIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str, str]] = {     # torch's function; oneDNN's name and method
     'silu': (F.silu, 'swish', ''), 'relu': (F.relu, 'relu', ''), 'gelu': (F.gelu, 'gelu', 'none'),
     'gelu_new': (partial(F.gelu, approximate='tanh'), 'gelu', 'tanh')}
@@ -110,7 +110,7 @@ class ModelConfig:
                 raise ConfigError(f'{f.name}={n!r}: it must be an integer of at least 1')
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f'{self.num_heads} query heads cannot share {self.num_kv_heads} kv heads evenly')
-        if self.head_dim % 2: raise ConfigError(f'head_dim={self.head_dim}: it must be an even number, as rotary embedding turns pairs')
+        if self.head_dim % 2: raise ConfigError(f'head_dim={self.head_dim}: it must be even, as numbers of a head turn in pairs')
         if self.norm not in ('rms', 'layer'): raise ConfigError(f'norm={self.norm!r}: it must be "rms" or "layer"')
         if self.activation not in ACTIVATIONS:
             raise ConfigError(f'activation {self.activation!r} is not supported: it must be one of {", ".join(ACTIVATIONS)}')
@@ -141,7 +141,7 @@ class ModelType:
     only: Mapping[str, tuple] = field(default_factory=dict)
     windows: str = 'none'
 
-# %% ../../nbs/34_model.ipynb #28aefcae
+# %% ../../nbs/34_model.ipynb #3f2f54ea
 _qwen = dict(num_key_value_heads=32, max_position_embeddings=32768, sliding_window=4096, max_window_layers=28)
 _older = dict(norm='layer', rope=None, gated=False)
 
@@ -153,15 +153,17 @@ MODEL_TYPES: dict[str, ModelType] = {
     'qwen2': ModelType('Qwen2ForCausalLM', windows='some', silent=_qwen, facts=dict(qkv_bias=True, out_bias=False, mlp_bias=False)),
     'qwen3': ModelType('Qwen3ForCausalLM', windows='some', silent=_qwen | dict(head_dim=128), facts=dict(qk_norm=True, mlp_bias=False)),
     'gpt2': ModelType('GPT2LMHeadModel', mlp_ratio=4, facts=_older | dict(qkv_bias=True, out_bias=True, mlp_bias=True),
-                      names=dict(hidden_size='n_embd', num_hidden_layers='n_layer', num_attention_heads='n_head', intermediate_size='n_inner',
-                                 max_position_embeddings='n_positions', hidden_act='activation_function', rms_norm_eps='layer_norm_epsilon'),
+                      names=dict(hidden_size='n_embd', num_hidden_layers='n_layer', num_attention_heads='n_head',
+                                 intermediate_size='n_inner', max_position_embeddings='n_positions',
+                                 hidden_act='activation_function', rms_norm_eps='layer_norm_epsilon'),
                       silent=dict(max_position_embeddings=1024, hidden_act='gelu_new', rms_norm_eps=1e-5, tie_word_embeddings=True),
                       only=dict(scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,))),
     'opt': ModelType('OPTForCausalLM', facts=_older,
                      names=dict(intermediate_size='ffn_dim', hidden_act='activation_function', attention_bias='enable_bias',
                                 mlp_bias='enable_bias'),
                      silent=dict(hidden_act='relu', rms_norm_eps=1e-5, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
-                     only=dict(do_layer_norm_before=(True,), layer_norm_elementwise_affine=(True,), _remove_final_layer_norm=(False,)))}
+                     only=dict(do_layer_norm_before=(True,), layer_norm_elementwise_affine=(True,),
+                               _remove_final_layer_norm=(False,)))}
 
 def model_type(config: Mapping[str, Any]) -> str:
     "Which of MODEL_TYPES a config.json describes, by its architecture, or else by its model_type. Raises ConfigError."
@@ -171,31 +173,36 @@ def model_type(config: Mapping[str, Any]) -> str:
     raise ConfigError(f'architecture {", ".join(map(str, names))} is not supported: pagedlm runs '
                       f'{", ".join(row.architecture for row in MODEL_TYPES.values())}')
 
-# %% ../../nbs/34_model.ipynb #1629e194
+# %% ../../nbs/34_model.ipynb #aa939acb
+_required = ('vocab_size', 'hidden_size', 'intermediate_size', 'num_hidden_layers', 'num_attention_heads')
+_alias = {'swish': 'silu', 'gelu_pytorch_tanh': 'gelu_new'}
+
+def _in_llamas_words(row: ModelType, config: Mapping[str, Any]) -> dict[str, Any]:
+    given = {**row.silent, **config, **{ours: config[theirs] for ours, theirs in row.names.items() if theirs in config}}
+    if given.get('intermediate_size') is None and given.get('hidden_size') and row.mlp_ratio:
+        given['intermediate_size'] = row.mlp_ratio * given['hidden_size']
+    if missing := [row.names.get(name, name) for name in _required if given.get(name) is None]:
+        raise ConfigError(f'config.json lacks {", ".join(missing)}')
+    return given
+
 @patch(cls_method=True)
 def from_hf(cls: ModelConfig, config: Mapping[str, Any]) -> ModelConfig:
     "From the dict of a config.json. Raises ConfigError naming what is not supported, and what is."
     row = MODEL_TYPES[model_type(config)]
-    given = {**row.silent, **config, **{ours: config[theirs] for ours, theirs in row.names.items() if theirs in config}}
-    if given.get('intermediate_size') is None and given.get('hidden_size') and row.mlp_ratio:
-        given['intermediate_size'] = row.mlp_ratio * given['hidden_size']
-    missing = [name for name in _required if given.get(name) is None]
-    if missing: raise ConfigError(f'config.json lacks {", ".join(row.names.get(name, name) for name in missing)}')
+    given = _in_llamas_words(row, config)
     _refuse_unsupported(row, given)
     vocab, hidden, inner, layers, heads = (given[name] for name in _required)
     head_dim = given.get('head_dim')
     if head_dim is None:
         if hidden % heads: raise ConfigError(f'hidden_size={hidden} is no multiple of {heads} heads, and head_dim is not given')
         head_dim = hidden // heads
-    act, bias = given.get('hidden_act') or 'silu', bool(given.get('attention_bias', False))
-    said = dict(rope=None if 'rope' in row.facts else Rope.from_hf(given), qkv_bias=bias, out_bias=bias, mlp_bias=bool(given.get('mlp_bias', False)))
-    return cls(vocab, hidden, inner, layers, heads, given.get('num_key_value_heads') or heads, head_dim,
-               given.get('max_position_embeddings', 2048), norm_eps=float(given.get('rms_norm_eps', 1e-6)), activation=_alias.get(act, act),
-               layer_windows=_windows_of_layers(row.windows, given, layers), tie_word_embeddings=bool(given.get('tie_word_embeddings', False)),
-               dtype=str(given.get('dtype') or given.get('torch_dtype') or 'float32').removeprefix('torch.'), **said | row.facts)
-
-_required = ('vocab_size', 'hidden_size', 'intermediate_size', 'num_hidden_layers', 'num_attention_heads')
-_alias = {'swish': 'silu', 'gelu_pytorch_tanh': 'gelu_new'}
+    act, bias = given.get('hidden_act') or 'silu', bool(given.get('attention_bias'))
+    said = dict(max_position_embeddings=given.get('max_position_embeddings', 2048), norm_eps=float(given.get('rms_norm_eps', 1e-6)),
+                qkv_bias=bias, out_bias=bias, mlp_bias=bool(given.get('mlp_bias')), activation=_alias.get(act, act),
+                layer_windows=_windows_of_layers(row.windows, given, layers), tie_word_embeddings=bool(given.get('tie_word_embeddings')),
+                dtype=str(given.get('dtype') or given.get('torch_dtype') or 'float32').removeprefix('torch.'))
+    if 'rope' not in row.facts: said['rope'] = Rope.from_hf(given)
+    return cls(vocab, hidden, inner, layers, heads, given.get('num_key_value_heads') or heads, head_dim, **said | row.facts)
 
 # %% ../../nbs/34_model.ipynb #bb6d059e
 def _refuse_unsupported(row: ModelType, given: Mapping[str, Any]) -> None:
@@ -330,7 +337,7 @@ class Linear:
         assert (act is not None) + (times is not None) + (plus is not None) <= 1
         return self.run(x, self.weight, self.bias, act, times, plus)
 
-# %% ../../nbs/34_model.ipynb #6c13223f
+# %% ../../nbs/34_model.ipynb #458e2213
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     "x [rows, n] / sqrt(mean(x**2) + eps) * weight, in float32, rounded to x's dtype."
     return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
@@ -340,7 +347,10 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     return F.layer_norm(x.float(), weight.shape, weight, bias, eps).to(x.dtype)
 
 def norm_heads(qkv: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-    "RMS norm of each query and key head by itself, in place. qkv [num_tokens, heads, head_dim], weight float32 [the heads to norm, head_dim]."
+    """RMS norm of each query and key head by itself, in place, in float32.
+
+    qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; weight float32 [num_heads + num_kv_heads, head_dim].
+    """
     qk = qkv[:, :len(weight)]
     qk.copy_(F.rms_norm(qk.float(), qk.shape[-1:], eps=eps) * weight)
 
