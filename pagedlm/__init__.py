@@ -11,14 +11,17 @@ _homes = {
     'memory.block_allocator': 'BlockAllocator',
     'memory.block_table': 'BlockTable',
     'memory.block_manager': 'BlockManager check_pool check_plan',
+    'memory.prefix_cache': 'PrefixCache',
     'memory.contiguous': 'ContiguousMemory',
+    'scheduling.beam_search': 'BeamSearch',
     'scheduling.policies': 'Policy policies register_policy',
     'scheduling.scheduler': 'Scheduler',
     'scheduling.engine': 'Engine ScriptedExecutor',
     'compute.runner': 'ModelRunner',
     'compute.cuda_graphs': 'GraphRunner',
-    'serving.llm': 'LLM RequestOutput CompletionOutput',
+    'serving.llm': 'LLM RequestOutput CompletionOutput Score',
     'figures.batch': 'plot_batch',
+    'figures.sharing': 'plot_sharing',
 }
 _home = {name: module for module, names in _homes.items() for name in names.split()}
 __all__ = sorted(_home)

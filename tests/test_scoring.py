@@ -15,8 +15,8 @@ from pagedlm.memory.block_manager import check_pool
 
 CLOSE = 1e-4
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
-CONTEXT = ('Paris is the capital of France, Rome is the capital of Italy, Athens is the capital of Greece, Vienna is the capital of Austria, '
-           'and Madrid is the capital of')
+CONTEXT = ('Paris is the capital of France, Rome is the capital of Italy, Athens is the capital of Greece, '
+           'Vienna is the capital of Austria, and Madrid is the capital of')
 CONTINUATIONS = [' Spain', ' Portugal', ' Spain.', ' Spain, and', ' the world', ' nothing at all', ' Brazil', ' banana', ' a large country',
                  ' Castile, where it rains', 's', ' 17', ' Spain\n', '\n\n', ' SPAIN', ' España', ' 西班牙', ' Spain' * 12, ' it', '?']
 
@@ -61,8 +61,9 @@ def check_prompt(output, reference, first=1):
 
 
 def told_twice(llm):
-    counts = Counter((x.seq_id, i) for r in llm.trace.results for x in r.prompt_logprobs for i in range(x.start, x.start + len(x.logprobs)))
-    return sum(n > 1 for n in counts.values())
+    "Places of prompts that came more than once."
+    pieces = [x for r in llm.trace.results for x in r.prompt_logprobs]
+    return sum(n > 1 for n in Counter((x.seq_id, x.start + i) for x in pieces for i in range(len(x.logprobs))).values())
 
 
 def test_prompts_in_chunks(llm, prompts, reference):
@@ -80,7 +81,8 @@ def test_prompts_of_several_samples(llm, prompts, reference):
 @pytest.mark.parametrize('preemption', ['recompute', 'swap'])
 def test_prompts_after_preemptions(llm, prompts, reference, preemption):
     "A prompt that is thrown out half told is told again, and all numbers are right."
-    small = llm.variant(block_size=4, num_blocks=21, max_num_batched_tokens=8, preemption=preemption, swap_blocks=40, enable_prefix_caching=False)
+    small = llm.variant(block_size=4, num_blocks=21, max_num_batched_tokens=8, preemption=preemption, swap_blocks=40,
+                        enable_prefix_caching=False)
     asked = [GREEDY.replace(prompt_logprobs=3, ignore_eos=True, max_tokens=n) for n in (20, 20, 2, 4)]
     outputs = small.generate([prompts[i] for i in (4, 1, 7, 3)], asked, use_tqdm=False)
     for o in outputs: check_prompt(o, reference)
@@ -162,9 +164,12 @@ def test_best_of(llm, reference):
     "The best of six, by what transformers thinks of them; what was not asked for is not told."
     six = SamplingParams(n=6, seed=3, max_tokens=8)
     [o], [drawn] = (llm.generate(CONTEXT, p, use_tqdm=False) for p in (six.replace(n=2, best_of=6), six))
-    mean = lambda ids: float(reference(o.prompt_token_ids + ids)[len(o.prompt_token_ids) - 1:-1].gather(1, torch.tensor(ids)[:, None]).mean())
+    def mean(ids):
+        want = reference(o.prompt_token_ids + ids)[len(o.prompt_token_ids) - 1:-1]
+        return float(want.gather(1, torch.tensor(ids)[:, None]).mean())
     order = sorted((s.token_ids for s in drawn.outputs), key=mean, reverse=True)
-    assert [s.token_ids for s in o.outputs] == order[:2] and [s.index for s in o.outputs] == [0, 1] and mean(order[0]) > mean(order[-1]) + .1
+    assert [s.token_ids for s in o.outputs] == order[:2] and [s.index for s in o.outputs] == [0, 1]
+    assert mean(order[0]) > mean(order[-1]) + .1
     assert all(s.logprobs is None and abs(s.cumulative_logprob / len(s.token_ids) - mean(s.token_ids)) < CLOSE for s in o.outputs)
     assert o.finished and llm.generate(CONTEXT, six.replace(n=2, best_of=2, logprobs=1), use_tqdm=False)[0].outputs[0].logprobs
     assert [d.index for d in llm.stream(CONTEXT, six.replace(n=2, best_of=2, max_tokens=1))] == [0, 1]
@@ -198,8 +203,8 @@ def test_beams_aborted(llm):
 @pytest.mark.parametrize('call', [
     lambda m: m.score('', 'a'), lambda m: m.score('a', ''), lambda m: m.score(['a', 'b'], ['c']), lambda m: m.score([[]], [[1]]),
     lambda m: m.score([[1]], [[]]), lambda m: m.score('a', None), lambda m: m.score({'prompt': 'a'}, 'b'), lambda m: m.score([[1]], [[50_000]]),
-    lambda m: m.score(['a', 'a' * 3000], ['b', 'b']), lambda m: m.generate('a', GREEDY, priority=[1, 2]), lambda m: m.generate('a', GREEDY, priority='1'),
-    lambda m: m.generate('a', GREEDY, priority=-1), lambda m: m.generate({'prompt': 'a', 'cache_salt': 3}, GREEDY),
+    lambda m: m.score(['a', 'a' * 3000], ['b', 'b']), lambda m: m.generate('a', GREEDY, priority=[1, 2]),
+    lambda m: m.generate('a', GREEDY, priority='1'), lambda m: m.generate('a', GREEDY, priority=-1), lambda m: m.generate({'prompt': 'a', 'cache_salt': 3}, GREEDY),
     lambda m: m.stream('a', SamplingParams(best_of=2)), lambda m: m.stream(['a'], [GREEDY.replace(beam_width=2)]),
     lambda m: m.stream('a', GREEDY, priority=2000)])
 def test_mistakes(llm, call):
@@ -246,7 +251,7 @@ def decode_plan(at, first_block, width, **more):
 
 @pytest.mark.parametrize('runner', [ModelRunner, GraphRunner])
 def test_beams_change_places(made_up, runner):
-    "After every step each beam has the logits of its text computed from scratch, whoever took whose place."
+    "After every step each beam has the logits of its text as computed from scratch, whoever took whose place."
     prompt, width, rng = [5, 3, 9, 1, 60], 5, np.random.default_rng(0)
     beams, texts = make(runner, made_up), [[5, 3, 9, 1, 60]] * width
     tokens = beams.execute(prompt_plan(prompt, SamplingParams(temperature=0, beam_width=width), width)).logprobs
@@ -279,5 +284,5 @@ def test_prompts_told_by_single_tokens(made_up, runner):
         due = both if at == 11 else both[:1]
         told += one.execute(Plan(at + 1, both, starts, starts + 1, starts, np.arange(3), 20 + 2 * at + both, due, due, new)).prompt_logprobs
     assert [(x.seq_id, x.start) for x in told] == [(1, i) for i in range(1, 12)] and not one.asked
-    for name in ('logprobs', 'top_logprobs'): assert np.allclose(np.concatenate([getattr(x, name) for x in told]), getattr(whole[0], name), atol=CLOSE)
-    for name in ('ranks', 'top_ids'): assert np.array_equal(np.concatenate([getattr(x, name) for x in told]), getattr(whole[0], name))
+    for i, name in enumerate(('logprobs', 'ranks', 'top_ids', 'top_logprobs'), 2):
+        assert np.allclose(np.concatenate([x[i] for x in told]), whole[0][i], atol=CLOSE), name

@@ -126,7 +126,7 @@ def reorder(self: SequenceRows, parents: np.ndarray, children: np.ndarray, token
         self.device_tables[new, :num_blocks] = self.device_tables[old, :num_blocks]
         self.device_tokens[new, last] = ids.int()
 
-# %% ../../nbs/37_runner.ipynb #5dbac85f
+# %% ../../nbs/37_runner.ipynb #889f9dba
 class ModelRunner:
     """An executor that runs a real model: plan in, tokens out, in the order that Plan prescribes.
 
@@ -137,7 +137,7 @@ class ModelRunner:
     def __init__(self, model: Decoder, kv: KVCache, sampler: Sampler, attention: Callable[..., torch.Tensor]):
         self.model, self.kv, self.sampler, self.attention = model, kv, sampler, attention
         self.rows, self.packet = SequenceRows(kv.device), Packet(kv.device)
-        self.asked: dict[int, tuple[int, int, int]] = {}       # seq_id: positions [first, end) whose logits tell of prompt tokens, and how many best
+        self.asked: dict[int, tuple[int, int, int]] = {}       # by seq_id: positions [first, end) that tell of its prompt, and num_best
         self.laps = Laps('inputs', 'linears', 'attention', 'head', 'sampling')
 
     @property
@@ -154,7 +154,7 @@ class ModelRunner:
         inputs = self._inputs(plan) if plan.num_chunks else {}
         self.laps('inputs')
         tokens, logprobs, due = np.zeros(0, np.int64), None, len(plan.due)
-        if inputs: logits = self._forward(plan, inputs)                 # [num_due, vocab_size], and a row for each prompt token asked for
+        if inputs: logits = self._forward(plan, inputs)                 # [num_due, vocab_size]; behind them rows that tell of prompts
         if due: tokens, logprobs = self._sample(plan, inputs, logits[:due])
         prompt_logprobs = self._tell_prompts(plan, logits[due:]) if self.asked and inputs else []
         self.laps('sampling')
@@ -183,13 +183,14 @@ def _move(self: ModelRunner, plan: Plan) -> None:
     if len(plan.swap_ins): self.kv.swap_in(plan.swap_ins)
     if len(plan.copies): self.kv.copy(plan.copies)
 
-# %% ../../nbs/37_runner.ipynb #89c1976d
+# %% ../../nbs/37_runner.ipynb #d03b6b1a
 @patch
 def _columns(self: ModelRunner, plan: Plan, size: int | None = None) -> dict[str, np.ndarray]:
     """What this step sends. Of each chunk: rows, seq_lens, and cu_chunks [num_chunks+1]. Of each token: sources (where its id stands
     in the flat tokens), positions, slots. plan: the backend's. last [num_due]: the tokens whose logits are due. For tables elsewhere
     also places [num_due], where in the flat tokens the new ones go, and blocks, new entries of the flat tables, at granted.
-    Behind the last ones stand those that tell of prompt tokens (`_spans`). All int64, but seq_lens, cu_chunks, plan and blocks int32. size: the number of sequences that the backend plans for, if more.
+    Behind the last ones stand those that tell of prompt tokens (`_spans`). All int64, but seq_lens, cu_chunks, plan and blocks int32.
+    size: the number of sequences that the backend plans for, if more.
     """
     kept, block_size = self.rows, self.kv.block_size
     rows, lens = kept.rows_of(plan.seq_ids), plan.stops - plan.starts
@@ -250,10 +251,10 @@ def _sample(self: ModelRunner, plan: Plan, sent: dict[str, torch.Tensor], logits
     self.rows.tokens[rows, at], self.rows.num_tokens[rows] = tokens, at + 1
     return tokens, logprobs
 
-# %% ../../nbs/37_runner.ipynb #8f266ac2
+# %% ../../nbs/37_runner.ipynb #c096134f
 @patch
 def _spans(self: ModelRunner, plan: Plan) -> list[tuple[int, int, int, int]]:
-    "Chunks that tell of prompt tokens: index, the positions [first, end) whose logits do, and how many best tokens are asked for."
+    "Chunks that tell of prompt tokens: index, the positions [first, end) whose logits do, and how many best tokens are wanted."
     chunks = zip(plan.seq_ids.tolist(), plan.starts.tolist(), plan.stops.tolist())
     found = ((i, start, stop, *self.asked[s]) for i, (s, start, stop) in enumerate(chunks) if s in self.asked)
     spans = [(i, max(start, first), min(stop, end), k) for i, start, stop, first, end, k in found]
@@ -265,13 +266,13 @@ def _tell_prompts(self: ModelRunner, plan: Plan, logits: torch.Tensor) -> list[P
     spans, rows = self._spans(plan), self.rows
     if not spans: return []
     seq_ids = [int(plan.seq_ids[i]) for i, *_ in spans]
-    tokens = np.concatenate([rows.tokens[rows.row[s], first + 1:end + 1] for s, (_, first, end, _) in zip(seq_ids, spans)])
-    tokens, most = torch.from_numpy(tokens.astype(np.int64)).to(logits.device), max(k for *_, k in spans)
+    known = np.concatenate([rows.tokens[rows.row[s], first + 1:end + 1] for s, (_, first, end, _) in zip(seq_ids, spans)])
+    tokens, most = torch.from_numpy(known).to(logits.device).long(), max(k for *_, k in spans)
     pieces = [logprobs_of(logits[i:i + 256], tokens[i:i + 256], most) for i in range(0, len(tokens), 256)]
     columns = [torch.cat(column).cpu().numpy() for column in zip(*pieces)]
     cuts = np.cumsum([end - first for _, first, end, _ in spans])[:-1]
     out = []
     for s, (_, first, end, k), told, ranks, ids, best in zip(seq_ids, spans, *(np.split(column, cuts) for column in columns)):
         out.append(PromptLogprobs(s, first + 1, told, ranks, ids[:, :k], best[:, :k]))
-        if end == self.asked[s][1]: del self.asked[s]                                 # all is told, whatever is computed again
+        if end == self.asked[s][1]: del self.asked[s]                              # all is told, whatever is computed again
     return out

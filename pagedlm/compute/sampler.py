@@ -252,7 +252,7 @@ def remove(self: SamplerRows, row: int) -> None:
     self.records[row] = 0
     for additions in self._bias, self._banned: additions.pop(row, None)
 
-# %% ../../nbs/36_sampler.ipynb #9108c0f0
+# %% ../../nbs/36_sampler.ipynb #ad0bef81
 NO_TOKEN = -1
 
 def _column(x: np.ndarray, device: torch.device) -> Tensor:
@@ -276,9 +276,10 @@ def _draw(logits: Tensor, best: Tensor, at: np.ndarray, params: np.ndarray, posi
         weights.masked_fill_(weights < floor[:, None], 0)
     return at, pick(weights, there['u'])
 
+# %% ../../nbs/36_sampler.ipynb #0adca735
 def logprobs_of(logits: Tensor, tokens: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What rows of float32 logits [n, V] say of their tokens [n] int64: log probability [n] float32 and rank [n] int64 (one more than the number
-    of better ones); then the best tokens, [n, num_best] int64, and theirs [n, num_best] float32, best first."""
+    """What rows of float32 logits [n, V] say of their tokens [n] int64: log probability [n] float32, and rank [n] int64 (one more
+    than the number of better ones); then the best tokens [n, num_best] int64, and theirs [n, num_best] float32, best first."""
     logprobs = logits.log_softmax(-1)
     told = logprobs.gather(1, tokens[:, None])
     best, ids = logprobs.topk(num_best)

@@ -249,7 +249,7 @@ def latencies(arrivals: Seq[float], token_times: Seq[Seq[float]]) -> dict[str, d
             'tpot_s': percentiles([(t[-1] - t[0]) / (len(t) - 1) for _, t in served if len(t) > 1]),
             'e2e_s': percentiles([t[-1] - a for a, t in served])}
 
-# %% ../../nbs/42_bench.ipynb #6c1f6d27
+# %% ../../nbs/42_bench.ipynb #091d63ad
 def blocks_needed(workload: Workload, max_num_seqs: int, block_size: int, reserved: int = 0) -> int:
     "Blocks for the longest requests in all seats at once, and the watermark. reserved: tokens that each takes at least."
     lengths = [max(len(p) + n, reserved) for p, n in zip(workload.prompts, workload.output_lens)]
@@ -260,7 +260,8 @@ def warm_up(llm: LLM, workload: Workload) -> None:
     "Two short requests that the workload does not have, served to the end, so that kernels are compiled; and every page of the pool in place."
     n = min(40, max(map(len, workload.prompts)))
     params = SamplingParams(temperature=0, max_tokens=min(4, max(workload.output_lens)), ignore_eos=True)
-    llm.generate([[1] * n, [2] * n], params, use_tqdm=False)
+    prompts = [{'prompt_token_ids': [i] * n, 'cache_salt': 'warm-up'} for i in (1, 2)]          # nobody else will find their blocks
+    llm.generate(prompts, params, use_tqdm=False)
     llm.engine.executor.kv.kv.zero_()
 
 def measure(llm: LLM, workload: Workload) -> dict[str, Any]:

@@ -36,10 +36,10 @@ from .detokenizer import StreamDecoder, Tokenizer
 from ..trace import Trace
 
 # %% auto #0
-__all__ = ['VLLM_KEYWORDS', 'Prompt', 'Logprob', 'CompletionOutput', 'RequestOutput', 'Score', 'TextDelta', 'free_memory',
-           'blocks_that_fit', 'pick_attention', 'make_runner', 'LLM', 'print_stats']
+__all__ = ['VLLM_KEYWORDS', 'Prompt', 'Logprob', 'CompletionOutput', 'RequestOutput', 'TextDelta', 'free_memory',
+           'blocks_that_fit', 'pick_attention', 'make_runner', 'LLM', 'print_stats', 'Score']
 
-# %% ../../nbs/41_llm.ipynb #4e4ef40b
+# %% ../../nbs/41_llm.ipynb #4640da77
 @dataclass(slots=True)
 class Logprob:
     "Log probability and rank (1 is the best) of one token, and its text."
@@ -52,8 +52,8 @@ class CompletionOutput:
     """One sample. finish_reason: "stop", "length", "memory" (it outgrew the pool alone), "abort", "error", or None while it runs.
 
     stop_reason: the stop string or stop token id that ended it; None for the model's own end token. logprobs: one dict
-    {token id: Logprob} per new token, when they were asked for; cumulative_logprob is the sum over the tokens chosen (also of a sample that
-    was chosen by it). score: of a beam, its cumulative_logprob / (number of tokens) ** length_penalty.
+    {token id: Logprob} per new token, when they were asked for; cumulative_logprob is the sum over the tokens chosen, also where
+    samples or beams were compared by it. score: of a beam, cumulative_logprob / (number of tokens) ** length_penalty.
     """
     index: int
     text: str = ''
@@ -64,13 +64,13 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     score: float | None = None
 
-# %% ../../nbs/41_llm.ipynb #53766c00
+# %% ../../nbs/41_llm.ipynb #f1cb0ec3
 @dataclass(slots=True)
 class RequestOutput:
     """A prompt and its samples. prompt is None when token ids were given.
 
-    num_cached_tokens: of the prompt, found in the prefix cache. prompt_logprobs: when they were asked for, a dict {token id: Logprob} per
-    token of the prompt; None for those before prompt_logprobs_from.
+    num_cached_tokens: of the prompt, found in the prefix cache. prompt_logprobs: when they were asked for, a dict
+    {token id: Logprob} per token of the prompt; None for those before prompt_logprobs_from.
     """
     request_id: str
     prompt: str | None
@@ -83,15 +83,6 @@ class RequestOutput:
     def finished(self) -> bool: return all(o.finish_reason for o in self.outputs)
 
 @dataclass(slots=True)
-class Score:
-    """What the model makes of a continuation: the sum of its tokens' log probabilities, given what stands before each; whether
-    every token is the best at its place; the tokens, and the log probability of each."""
-    logprob: float
-    is_greedy: bool
-    token_ids: list[int]
-    token_logprobs: list[float]
-
-@dataclass(slots=True)
 class TextDelta:
     "What `stream` yields: the new text of one sample (it may be empty), its new tokens, and why it ended, if it did."
     prompt_index: int
@@ -100,12 +91,13 @@ class TextDelta:
     token_ids: list[int]
     finish_reason: str | None = None
 
-# %% ../../nbs/41_llm.ipynb #c73595f3
+# %% ../../nbs/41_llm.ipynb #c4fed23b
 class _Live:
     "One request on its way: text is made of its tokens as they come."
     def __init__(self, prompt_index: int, output: RequestOutput, seqs: list[Sequence], params: SamplingParams, tokenizer: Tokenizer):
         self.prompt_index, self.output, self.seqs, self.params, self.tokenizer = prompt_index, output, seqs, params, tokenizer
-        self.decoders = [StreamDecoder(tokenizer, params, output.prompt_token_ids) if params.detokenize else None for _ in output.outputs]
+        self.decoders = [StreamDecoder(tokenizer, params, output.prompt_token_ids) if params.detokenize else None
+                         for _ in output.outputs]
         self.deltas: deque[TextDelta] = deque()
         self.told: list[PromptLogprobs] = []                    # pieces of the prompt; what was computed twice is told twice
 
@@ -154,7 +146,7 @@ def _named(self: _Live, token: int, logprob: float, rank: int, top_ids: list[int
     best = {t: Logprob(l, r, name(t)) for r, (t, l) in enumerate(zip(top_ids, top_logprobs), 1)}
     return best | {token: Logprob(logprob, rank, name(token))}
 
-# %% ../../nbs/41_llm.ipynb #45b75321
+# %% ../../nbs/41_llm.ipynb #c1fbb95c
 @patch
 def result(self: _Live, echo: bool = False) -> RequestOutput:
     "What the user gets of a request that has ended. echo: with the prompt before each sample."
@@ -163,7 +155,8 @@ def result(self: _Live, echo: bool = False) -> RequestOutput:
     if p.prompt_logprobs is not None: out.prompt_logprobs = self._prompt_logprobs()
     if p.beam_width is not None:
         for o, s in zip(out.outputs, self.seqs):
-            if s.score is not None: o.score, o.cumulative_logprob = s.score, s.score * len(o.token_ids) ** p.length_penalty
+            if s.score is None: continue                                   # aborted
+            o.score, o.cumulative_logprob = s.score, s.score * len(o.token_ids) ** p.length_penalty
     elif (p.best_of or 1) > 1: out.outputs = _best(out.outputs, p.n)
     if echo:
         text = out.prompt if out.prompt is not None else self.tokenizer.decode(out.prompt_token_ids, p.skip_special_tokens)
@@ -211,26 +204,28 @@ def blocks_that_fit(config: ModelConfig, dtype: torch.dtype, device: torch.devic
                           f'room for {room}: choose a smaller max_model_len, or num_blocks yourself')
     return min(room, one * max_num_seqs)
 
-# %% ../../nbs/41_llm.ipynb #8757c60c
+# %% ../../nbs/41_llm.ipynb #f3768ee2
 def pick_attention(device: torch.device, config: ModelConfig, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     "The best attention backend: Triton on a GPU, the Numba kernel on a CPU, torch elsewhere and for heads that they do not take."
-    if device.type == 'cuda' and 32 <= config.head_dim <= 256:
+    if device.type == 'cuda' and 32 <= config.head_dim <= 256 and len({*config.layer_windows}) <= 1:
         from pagedlm.compute.triton_attention import TritonAttention
         return TritonAttention(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device, config.sliding_window)
     if device.type == 'cpu' and config.head_dim >= 32: from pagedlm.compute.cpu_attention import paged_attention
     else: from pagedlm.compute.attention import gather_attention as paged_attention
     return paged_attention
 
-def make_runner(model: Decoder, kv: KVCache, sampler: Sampler, attention: Callable[..., torch.Tensor] | None, enforce_eager: bool) -> ModelRunner:
+def make_runner(model: Decoder, kv: KVCache, sampler: Sampler, attention: Callable[..., torch.Tensor] | None, enforce_eager: bool
+                ) -> ModelRunner:
     "With CUDA graphs on a GPU, unless they are not wanted or the backend cannot be recorded."
     attention = attention or pick_attention(kv.device, model.config, kv.dtype)
     graphs = kv.device.type == 'cuda' and hasattr(attention, 'plan') and not enforce_eager
     return (GraphRunner if graphs else ModelRunner)(model, kv, sampler, attention)
 
-# %% ../../nbs/41_llm.ipynb #1d83d63a
+# %% ../../nbs/41_llm.ipynb #ab3d83fb
 VLLM_KEYWORDS = frozenset(
     'tokenizer tokenizer_mode disable_log_stats rope_scaling distributed_executor_backend hf_token hf_config_path generation_config '
-    'config_format mm_processor_kwargs override_generation_config logits_processors seed_everything num_gpu_blocks_override skip_tokenizer_init trust_remote_code tensor_parallel_size pipeline_parallel_size quantization revision '
+    'config_format mm_processor_kwargs override_generation_config logits_processors seed_everything num_gpu_blocks_override '
+    'skip_tokenizer_init trust_remote_code tensor_parallel_size pipeline_parallel_size quantization revision '
     'tokenizer_revision gpu_memory_utilization swap_space cpu_offload_gb disable_custom_all_reduce hf_overrides '
     'enable_chunked_prefill kv_cache_dtype download_dir load_format speculative_config enable_lora '
     'max_lora_rank max_logprobs compilation_config limit_mm_per_prompt task runner convert data_parallel_size'.split())
@@ -253,7 +248,7 @@ def _unknown_keyword(name: str) -> str:
     if name in VLLM_KEYWORDS: return f'LLM({name}=...) is known to vLLM and not supported by pagedlm: leave it out'
     return f'LLM({name}=...) is no keyword of LLM; see help(LLM) for those it has'
 
-# %% ../../nbs/41_llm.ipynb #96d5d606
+# %% ../../nbs/41_llm.ipynb #f35eb5bb
 class LLM:
     """A model, its tokenizer and an engine. `generate`, `chat` and `stream` may be mixed; `engine`, `trace`, `tokenizer` and
     `model_path` are in reach.
@@ -263,16 +258,18 @@ class LLM:
     size of the pool; None sizes it from free memory. max_num_seqs: sequences per iteration. max_num_batched_tokens: tokens
     per iteration, None for 2048 on a GPU and 512 on a CPU (at least max_num_seqs). max_model_len: prompt + output, None for the
     model's own. swap_blocks: blocks of the swap pool. policy: "continuous", "static" or a Policy. memory: "paged", or
-    "contiguous" (max_model_len reserved for each sequence). enable_prefix_caching: in paged memory, prompts that begin alike are computed
-    once, while their blocks last. preemption: "auto", "recompute" or "swap". attention: a backend, None for the best one. enforce_eager: no CUDA graphs. seed: of requests that bring none. trace: "off",
-    "requests" (the latest 100,000 iterations at most) or "full". log_stats: a line per step to stderr. Raises ConfigError and ModelNotFoundError.
+    "contiguous" (max_model_len reserved for each sequence). enable_prefix_caching: in paged memory, what prompts have in common at
+    their beginning is computed once, as long as its blocks last. preemption: "auto", "recompute" or "swap". attention: a backend,
+    None for the best one. enforce_eager: no CUDA graphs. seed: of requests that bring none. trace: "off", "requests" (the latest
+    100,000 iterations at most) or "full". log_stats: a line per step to stderr. Raises ConfigError and ModelNotFoundError.
     """
     def __init__(self, model: str = 'smollm2-135m', *, dtype: str = 'auto', device: str = 'auto', block_size: int = 16,
                  num_blocks: int | None = None, max_num_seqs: int = 256, max_num_batched_tokens: int | None = None,
                  max_model_len: int | None = None, swap_blocks: int = 0, policy: str | Policy = 'continuous',
                  memory: Literal['paged', 'contiguous'] = 'paged', enable_prefix_caching: bool = True,
-                 preemption: Literal['auto', 'recompute', 'swap'] = 'auto', attention: Callable[..., torch.Tensor] | None = None, enforce_eager: bool = False, seed: int = 0,
-                 trace: Literal['off', 'requests', 'full'] = 'requests', log_stats: bool = False, **unknown: Any):
+                 preemption: Literal['auto', 'recompute', 'swap'] = 'auto', attention: Callable[..., torch.Tensor] | None = None,
+                 enforce_eager: bool = False, seed: int = 0, trace: Literal['off', 'requests', 'full'] = 'requests',
+                 log_stats: bool = False, **unknown: Any):
         for name in unknown: raise ConfigError(_unknown_keyword(name))
         device, dtype = _device(device), _dtype_name(dtype)
         self.model_path = resolve(model)
@@ -280,7 +277,8 @@ class LLM:
         self.model, self.tokenizer = Decoder(config, weights), Tokenizer.from_folder(self.model_path)
         self._start(dict(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs, swap_blocks=swap_blocks,
                          max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len, policy=policy, memory=memory,
-                         enable_prefix_caching=enable_prefix_caching, preemption=preemption, attention=attention, enforce_eager=enforce_eager, seed=seed, trace=trace, log_stats=log_stats))
+                         enable_prefix_caching=enable_prefix_caching, preemption=preemption, attention=attention,
+                         enforce_eager=enforce_eager, seed=seed, trace=trace, log_stats=log_stats))
 
     def variant(self, **options: Any) -> LLM:
         "Another LLM over the same weights, with its own engine: keywords as for LLM, the others as they are here."
@@ -290,43 +288,46 @@ class LLM:
         other._start(self.options | options)
         return other
 
-# %% ../../nbs/41_llm.ipynb #d0945aa8
-@patch
-def _start(self: LLM, options: dict[str, Any]) -> None:
-    "Make the pool, the memory, the scheduler, the runner and the engine from the options."
-    self.options = dict(options)
-    o, config, device, dtype = options, self.model.config, self.model.device, self.model.dtype
+# %% ../../nbs/41_llm.ipynb #e64fcb38
+def _check_options(o: Mapping[str, Any], longest: int) -> None:
+    "Raises ConfigError. longest: the positions of the model."
     for name, least in (('block_size', 1), ('max_num_seqs', 1), ('num_blocks', 1), ('max_num_batched_tokens', 1), ('max_model_len', 2),
                         ('swap_blocks', 0), ('seed', 0)):
         may_be_none = name in ('num_blocks', 'max_num_batched_tokens', 'max_model_len')
         if not (o[name] is None and may_be_none or isinstance(o[name], int) and o[name] >= least):
             raise ConfigError(f'{name}={o[name]!r}: it is an integer of at least {least}' + (' or None' if may_be_none else ''))
-    if not isinstance(o['enable_prefix_caching'], bool): raise ConfigError(f'enable_prefix_caching={o["enable_prefix_caching"]!r}: it is True or False')
-    seats, size, blocks, longest = o['max_num_seqs'], o['block_size'], o['num_blocks'], config.max_position_embeddings
     if (o['max_model_len'] or 0) > longest:
         raise ConfigError(f'max_model_len={o["max_model_len"]} is more than the {longest} positions of the model')
+    if o['memory'] not in ('paged', 'contiguous'): raise ConfigError(f'memory={o["memory"]!r}: it is "paged" or "contiguous"')
+    if o['memory'] == 'contiguous' and o['swap_blocks']: raise ConfigError('a contiguous memory has no swap pool: swap_blocks must be 0')
+    if not isinstance(caching := o['enable_prefix_caching'], bool):
+        raise ConfigError(f'enable_prefix_caching={caching!r}: it is True or False')
+
+# %% ../../nbs/41_llm.ipynb #7dd7c98c
+@patch
+def _start(self: LLM, options: dict[str, Any]) -> None:
+    "Make the pool, the memory, the scheduler, the runner and the engine from the options."
+    self.options = o = dict(options)
+    config, device, dtype = self.model.config, self.model.device, self.model.dtype
+    _check_options(o, longest := config.max_position_embeddings)
+    seats, size, blocks, paged = o['max_num_seqs'], o['block_size'], o['num_blocks'], o['memory'] == 'paged'
     if blocks is None: blocks = blocks_that_fit(config, dtype, device, size, seats, o['max_model_len'])
     max_len = o['max_model_len'] or min(longest, max(2, blocks * size))
     budget = o['max_num_batched_tokens'] or max(seats, 512 if device.type == 'cpu' else 2048)
     policy = o['policy'] if isinstance(o['policy'], str) else copy.copy(o['policy'])       # it may hold state of its own
-    if o['memory'] == 'contiguous' and o['swap_blocks']: raise ConfigError('a contiguous memory has no swap pool: swap_blocks must be 0')
-    if o['memory'] not in ('paged', 'contiguous'): raise ConfigError(f'memory={o["memory"]!r}: it is "paged" or "contiguous"')
-    caching = o['memory'] == 'paged' and o['enable_prefix_caching']
-    memory = (BlockManager(blocks, size, o['swap_blocks'], prefix_caching=caching) if o['memory'] == 'paged'
-              else ContiguousMemory(blocks, size, max_len))
-    ends = self.tokenizer.eos_token_ids
-    window = {} if config.sliding_window is None else dict(window=config.sliding_window)
-    scheduler = Scheduler(memory, seats, budget, max_len, policy, o['preemption'], eos_token_ids=ends, **window)
+    caching, ends = paged and o['enable_prefix_caching'], self.tokenizer.eos_token_ids
+    memory = BlockManager(blocks, size, o['swap_blocks'], caching) if paged else ContiguousMemory(blocks, size, max_len)
+    scheduler = Scheduler(memory, seats, budget, max_len, policy, o['preemption'], eos_token_ids=ends, window=config.sliding_window)
     kv = KVCache(config.num_layers, blocks, size, config.num_kv_heads, config.head_dim, dtype, device, o['swap_blocks'])
     sampler = Sampler(min(seats, 1024), config.vocab_size, device, ends, o['seed'])
     runner = make_runner(self.model, kv, sampler, o['attention'], o['enforce_eager'])
-    self.trace = Trace(o['trace'], limit=100_000 if o['trace'] == 'requests' else None, model=str(self.model_path.name), dtype=str(dtype), block_size=size, num_blocks=blocks,
-                       max_num_seqs=seats, max_num_batched_tokens=budget, max_model_len=max_len, policy=scheduler.policy.name,
-                       memory=o['memory'], prefix_caching=caching)
+    self.trace = Trace(o['trace'], limit=100_000 if o['trace'] == 'requests' else None, model=str(self.model_path.name), dtype=str(dtype),
+                       block_size=size, num_blocks=blocks, max_num_seqs=seats, max_num_batched_tokens=budget, max_model_len=max_len,
+                       policy=scheduler.policy.name, memory=o['memory'], prefix_caching=caching)
     self.engine = Engine(scheduler, runner, self.trace)
     self.on_step: Callable[[LLM], None] | None = print_stats if o['log_stats'] else None
     self._live: dict[str, _Live] = {}
-    self._curious: dict[int, _Live] = {}                                                  # by the sequence that is told of its prompt
+    self._curious: dict[int, _Live] = {}                                                   # by the sequence that is told of its prompt
     self._ids = itertools.count()
 
 def print_stats(llm: LLM) -> None:
@@ -334,7 +335,8 @@ def print_stats(llm: LLM) -> None:
     s, u, t = llm.engine.scheduler, llm.engine.scheduler.memory.usage(), llm.trace
     step = f'{t["num_tokens"][-1]:.0f} tokens in {1e3 * t["seconds"][-1]:.0f} ms, ' if len(t) else ''
     print(f'step {s.iteration}: {step}{s.num_running} running, {s.num_waiting} waiting, {s.num_swapped} swapped, {s.num_preemptions} '
-          f'preemptions, KV slots {u.used} used + {u.reserved} reserved + {u.internal} internal + {u.cached} cached of {u.total}', file=sys.stderr, flush=True)
+          f'preemptions, KV slots {u.used} used + {u.reserved} reserved + {u.internal} internal + {u.cached} cached of {u.total}',
+          file=sys.stderr, flush=True)
 
 # %% ../../nbs/41_llm.ipynb #ec54ea18
 Prompt = str | Seq[int] | Mapping[str, Any]
@@ -366,25 +368,31 @@ def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     one = items and not isinstance(items[0], (str, Mapping)) and not hasattr(items[0], '__len__') or getattr(prompts, 'ndim', 0) == 1
     return [prompts] if one else items
 
-# %% ../../nbs/41_llm.ipynb #02229365
+# %% ../../nbs/41_llm.ipynb #1f11628c
 def _for_each(x: Any, num: int, name: str, kind: type, what: str) -> list[Any]:
     "One for all, or one for each of `num` prompts, as one for each. Raises InvalidRequestError."
-    each = [x] * num if isinstance(x, kind) else list(x) if isinstance(x, Iterable) and not isinstance(x, (str, Mapping)) else [x]
+    several = isinstance(x, Iterable) and not isinstance(x, (str, Mapping))
+    each = [x] * num if isinstance(x, kind) else list(x) if several else [x]
     for y in each:
         if not isinstance(y, kind): raise InvalidRequestError(f'{name} is {what}, or one for each prompt, not {y!r:.60}')
     if len(each) != num: raise InvalidRequestError(f'{num} prompts and {len(each)} values for {name}: give one, or one for each prompt')
     return each
 
+# %% ../../nbs/41_llm.ipynb #1528d1c8
 @patch
-def _add_all(self: LLM, prompts: Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None, priority: int | Seq[int] = 0) -> list[_Live]:
+def _add_all(self: LLM, prompts: Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None, priority: int | Seq[int] = 0
+             ) -> list[_Live]:
     "Put prompts in line, all or none."
-    each = _for_each(SamplingParams() if params is None else params, len(prompts), 'sampling_params', SamplingParams, 'a SamplingParams')
-    priorities = _for_each(priority, len(prompts), 'priority', Integral, 'an integer')
+    params, num = SamplingParams() if params is None else params, len(prompts)
+    each = _for_each(params, num, 'sampling_params', SamplingParams, 'a SamplingParams')
+    priorities = _for_each(priority, num, 'priority', Integral, 'an integer')
     for p in each: check_params(p, self.model.config.vocab_size)
     tokenized, lives = [self._tokenize(p) for p in prompts], []
     try:
         for i, ((text, ids, salt), p, urgency) in enumerate(zip(tokenized, each, priorities)):
-            with hold_interrupts(): lives.append(self._add(i, text, Request(str(next(self._ids)), ids, p, self.engine.now, urgency, salt)))
+            with hold_interrupts():
+                request = Request(str(next(self._ids)), ids, p, self.engine.now, urgency, salt)
+                lives.append(self._add(i, text, request))
     except BaseException:
         self._drop(lives)
         raise
@@ -421,18 +429,18 @@ def step(self: LLM) -> None:
             if live is not None and live.take(o): self.engine.scheduler.finish(live.seqs[o.index], 'stop')
     if self.on_step: self.on_step(self)
 
-# %% ../../nbs/41_llm.ipynb #1bb3ecf0
+# %% ../../nbs/41_llm.ipynb #be71a3cc
 @patch
 def generate(self: LLM, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
              use_tqdm: bool = True, priority: int | Seq[int] = 0, echo: bool = False, **unknown: Any) -> list[RequestOutput]:
     """Continue prompts and return their outputs in the order of the prompts.
 
-    prompts: a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": [...]}, or a list of these. A dict may also have a
-    "cache_salt": blocks of the prefix cache are shared among prompts of the same salt only.
-    sampling_params: one for all, or one for each. use_tqdm: a progress bar, when it takes longer than a second. priority: 0 is the
-    most urgent, one for all or one for each. echo: text and token_ids of each output begin with the prompt's (its log probabilities are
-    `prompt_logprobs`). With best_of or beam_width the n best come, the best first.
-    Raises InvalidRequestError (and what it is a base of); then none of the prompts is served, and everything else is.
+    prompts: a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": [...]}, or a list of these. A dict may also have
+    a "cache_salt": blocks of the prefix cache are shared among prompts of the same salt only.
+    sampling_params, priority (0 is the most urgent): one for all, or one for each. use_tqdm: a progress bar, when it takes longer than
+    a second. echo: text and token_ids of each output begin with the prompt's (whose log probabilities are `prompt_logprobs`).
+    With best_of or beam_width the n best come, the best first. Raises InvalidRequestError (and what it is a base of); then none of
+    the prompts is served, and everything else is.
     """
     for name in unknown: raise InvalidRequestError(f'generate({name}=...) is not supported by pagedlm: leave it out')
     lives = self._add_all(_as_list(prompts), sampling_params, priority)
@@ -517,7 +525,16 @@ def _deltas(self: LLM, lives: list[_Live]) -> Iterator[TextDelta]:
             self.step()
     finally: self._drop(lives)
 
-# %% ../../nbs/41_llm.ipynb #43ef9ed9
+# %% ../../nbs/41_llm.ipynb #f0eb21e6
+@dataclass(slots=True)
+class Score:
+    """What the model makes of a continuation: the sum of its tokens' log probabilities, given what stands before each; whether
+    every token is the best at its place; the tokens, and the log probability of each."""
+    logprob: float
+    is_greedy: bool
+    token_ids: list[int]
+    token_logprobs: list[float]
+
 def _scoring_params(num_context: int) -> SamplingParams:
     "Compute a prompt and tell how likely its tokens are, from its continuation on; no new token."
     return SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprobs_from=num_context, detokenize=False)
@@ -527,11 +544,11 @@ def score(self: LLM, contexts: str | Seq[int] | Seq[str | Seq[int]], continuatio
           use_tqdm: bool = True) -> list[Score]:
     """The log likelihood of each continuation after its context (`loglikelihood`, as evaluation harnesses call it).
 
-    contexts, continuations: texts or token ids, one of each for every pair. Two texts are encoded *together*, and the tokens of the continuation
-    are those behind the first `len(encode(context))`, spaces at the end of the context counted to the continuation (most tokenizers
-    write a space as the beginning of the next word). So where a token spans the boundary, it is scored as the model would read the text, and counts
-    to the context if the context alone has as many tokens. Token ids are joined as they are. Raises InvalidRequestError, also for a
-    context or a continuation without tokens of its own.
+    contexts, continuations: texts or token ids, one of each for every pair. Two texts are encoded *together*, and the tokens of the
+    continuation are those behind the first `len(encode(context))`; spaces at the end of the context count to the continuation, as
+    most tokenizers begin a word with its space. So when a token spans the boundary, the model reads the text as it would anywhere,
+    and that token belongs to the context, or to the continuation, by its place alone. Token ids are joined as they are.
+    Raises InvalidRequestError, also for a context or a continuation without tokens of its own.
     """
     contexts, continuations = _as_list(contexts), _as_list(continuations)
     if len(contexts) != len(continuations):
@@ -541,7 +558,7 @@ def score(self: LLM, contexts: str | Seq[int] | Seq[str | Seq[int]], continuatio
     self._serve(lives, use_tqdm)
     return [live.score(n) for live, (_, n) in zip(lives, pairs)]
 
-# %% ../../nbs/41_llm.ipynb #2e5dbaa2
+# %% ../../nbs/41_llm.ipynb #2220b9b6
 @patch
 def _pair(self: LLM, context: str | Seq[int], continuation: str | Seq[int]) -> tuple[list[int], int]:
     "The tokens of both, and how many belong to the context."
@@ -549,12 +566,13 @@ def _pair(self: LLM, context: str | Seq[int], continuation: str | Seq[int]) -> t
         ids, n = self._token_ids(context + continuation), len(self._token_ids(context.rstrip() or context))
     else:
         before = self._token_ids(context)
-        after = self.tokenizer.encode(continuation, add_special=False) if isinstance(continuation, str) else self._token_ids(continuation)
+        after = self._token_ids(continuation) if not isinstance(continuation, str) else self.tokenizer.encode(continuation, False)
         ids, n = before + after, len(before)
-    if not n: raise InvalidRequestError(f'the context {context!r:.60} has no tokens, and what stands first cannot be scored: give at least one')
+    if not n:
+        raise InvalidRequestError(f'the context {context!r:.60} has no tokens, and what stands first cannot be scored: give at least one')
     if len(ids) <= n:
-        raise InvalidRequestError(f'the continuation {continuation!r:.60} has no tokens of its own behind the context {context!r:.60}: give '
-                                  f'at least one, or token ids for both')
+        raise InvalidRequestError(f'the continuation {continuation!r:.60} has no tokens of its own behind the context {context!r:.60}: '
+                                  f'give at least one, or token ids for both')
     return ids, n
 
 @patch
@@ -562,6 +580,8 @@ def score(self: _Live, num_context: int) -> Score:
     "Of the tokens behind the context; not a number where nothing was told, since somebody aborted the request."
     ids = self.output.prompt_token_ids
     logprobs, ranks = np.full(len(ids), np.nan), np.zeros(len(ids), np.int64)
-    for x in self.told: logprobs[x.start:x.start + len(x.logprobs)], ranks[x.start:x.start + len(x.ranks)] = x.logprobs, x.ranks
-    logprobs = logprobs[num_context:]
-    return Score(float(logprobs.sum()), bool((ranks[num_context:] == 1).all()), ids[num_context:], logprobs.tolist())
+    for x in self.told:
+        place = slice(x.start, x.start + len(x.logprobs))
+        logprobs[place], ranks[place] = x.logprobs, x.ranks
+    logprobs, ranks = logprobs[num_context:], ranks[num_context:]
+    return Score(float(logprobs.sum()), bool((ranks == 1).all()), ids[num_context:], logprobs.tolist())
