@@ -1,6 +1,5 @@
 """Beam search on the real model is transformers', float32. A decision that is closer than TIE may go either way, and then all that follows from it:
 such searches are counted, and may be few; of their beams the best score must still be the same or better."""
-import time
 
 import numpy as np
 import pytest
