@@ -19,13 +19,13 @@ from .core import ConfigError, Plan, StepResult, TokenLogprobs, Usage
 __all__ = ['usage_kinds', 'columns', 'Event', 'Columns', 'Trace', 'replay', 'tables_at', 'holders', 'Interval', 'Timeline',
            'timelines']
 
-# %% ../nbs/02_trace.ipynb #5b9fffa4
+# %% ../nbs/02_trace.ipynb #f770e67b
 class Event(NamedTuple):
     """Something that plans and results cannot tell.
 
     kind: arrive, refuse, admit, hit (detail: how many tokens were found in the prefix cache), first_token, preempt (the whole
-    request; detail: recompute or swap), resume, abort, finish (detail: the reason) or free (the references of this sequence
-    to its blocks were dropped). seq_id -1: of a request as a whole.
+    request; detail: recompute or swap), resume, abort, finish (detail: the reason), free (the references of this sequence to its
+    blocks were dropped) or release (those to its first blocks, detail: how many; a sliding window has left them). seq_id -1: of a request as a whole.
     """
     iteration: int
     time: float
@@ -154,17 +154,18 @@ def _full(trace: Trace) -> None:
         raise ConfigError(f'block tables are replayed from plans, and a trace of level {trace.level!r} keeps none: '
                           'record with level="full"')
 
-# %% ../nbs/02_trace.ipynb #91d3350f
+# %% ../nbs/02_trace.ipynb #5079e0dd
 def replay(trace: Trace) -> Iterator[tuple[Plan, dict[int, list[int]]]]:
     """Each plan with all block tables as its attention read them: {seq_id: blocks}.
 
-    That is after the plan's increments and forks, and before what ends in its commit is freed. The dict is live: copy
-    what you keep. Raises ConfigError unless the trace has level "full".
+    That is after the plan's increments and forks, and before what ends in its commit is freed; what a window has left
+    behind is -1. The dict is live: copy what you keep. Raises ConfigError unless the trace has level "full".
     """
     _full(trace)
     tables: dict[int, list[int]] = {}
     request_of: dict[int, str] = {}
     ended: set[int] = set()                                    # in earlier iterations
+    left: dict[int, int] = {}                                  # entries that were released, by sequence
     past = 0
     for plan, num_events in zip(trace.plans, trace['num_events'].astype(int).tolist()):
         request_of.update((s.seq_id, s.request_id) for s in plan.new)
@@ -176,20 +177,26 @@ def replay(trace: Trace) -> Iterator[tuple[Plan, dict[int, list[int]]]]:
             for s in [s for s in tables if request_of.get(s) == e.request_id] if whole else [e.seq_id]:
                 kept = s in in_plan or s in ended and granted.isdisjoint(tables.get(s, ()))
                 if kept and e.kind == 'free': late.append(s)
-                else: tables.pop(s, None)
+                else:
+                    tables.pop(s, None)
+                    if e.detail != 'swap': left.pop(s, None)
         ended.update(e.seq_id for e in events if e.kind == 'finish')
         past = num_events
         for s in plan.forget.tolist(): tables.pop(s, None)
         old = {parent: tables[parent] for parent in plan.beams[:, 0].tolist() if parent in tables}
         for parent, child, _ in plan.beams.tolist():
+            if child != parent: left[child] = left.get(parent, 0)
             if child != parent and parent in old: tables[child] = old[parent].copy()
         at, blocks = plan.block_offsets.tolist(), plan.blocks.tolist()
         for i, (s, first) in enumerate(zip(plan.seq_ids.tolist(), plan.first_blocks.tolist())):
             added = blocks[at[i]:at[i+1]]
             if added: tables.setdefault(s, [])[first:first + len(added)] = added
         for parent, child in plan.forks.tolist(): tables[child] = list(tables.get(parent, ()))
+        for s in tables.keys() & left.keys(): tables[s][:left[s]] = [-1] * left[s]
         yield plan, tables
-        for s in late: tables.pop(s, None)
+        left.update((e.seq_id, int(e.detail)) for e in events if e.kind == 'release')
+        for parent, child in plan.forks.tolist(): left[child] = left.get(parent, 0)              # they are forked after that
+        for s in late: tables.pop(s, None), left.pop(s, None)
 
 # %% ../nbs/02_trace.ipynb #13bddcf3
 def tables_at(trace: Trace, iteration: int) -> dict[int, list[int]]:

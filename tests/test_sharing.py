@@ -13,7 +13,7 @@ from pagedlm.memory.contiguous import ContiguousMemory
 from pagedlm.scheduling.beam_search import BeamSearch
 from pagedlm.scheduling.engine import Engine, counting_answer, counting_script
 from pagedlm.scheduling.scheduler import Policy, Scheduler
-from pagedlm.trace import Trace
+from pagedlm.trace import Trace, replay
 
 
 def make(blocks, size=4, seats=8, budget=64, swap=0, cached=True, window=None, contiguous=False, max_len=400, **options):
@@ -299,6 +299,24 @@ def test_a_window_gives_blocks_back(preemption):
     finish(engine, each=lambda o: held.append([engine.scheduler.memory.num_blocks - engine.scheduler.memory.num_free_blocks]))
     check_tokens(seqs)
     assert max(held) <= [12]
+
+
+def test_a_trace_knows_what_a_window_left():
+    "Tables replayed from the trace are the memory's, with beams, samples, swap and recompute."
+    engine = make(16, window=10, budget=16, swap=30, watermark=0)
+    engine.add(request('a', 30, 60, n=3)), engine.add(beam_request('b', new=40)), engine.add(request('c', 20, 60))
+    seen, memory = [], engine.scheduler.memory
+    execute = engine.executor.execute
+    def look(plan):
+        rows = {int(engine.scheduler.rows.seq_id[r]): r for r in engine.scheduler._group}
+        seen.append((plan.iteration, {s: memory._tables[rows[s]].blocks.copy() for s in plan.seq_ids.tolist()}))
+        return execute(plan)
+    engine.executor.execute = look
+    finish(engine)
+    assert {'release', 'preempt'} <= {e.kind for e in engine.trace.events}
+    replayed = {plan.iteration: {s: list(t) for s, t in tables.items()} for plan, tables in replay(engine.trace)}
+    for iteration, now in seen:
+        for s, blocks in now.items(): assert replayed[iteration][s] == blocks, (iteration, s)
 
 
 def test_a_window_and_hits_and_samples():

@@ -16,7 +16,7 @@ from ..trace import Trace, replay
 # %% auto #0
 __all__ = ['holders_map', 'plot_sharing', 'runs']
 
-# %% ../../nbs/51_sharing.ipynb #da764d03
+# %% ../../nbs/51_sharing.ipynb #e89a6a57
 def holders_map(trace: Trace) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
     """Holders of each block in each iteration, int [blocks, iterations], and the copies: (iteration, src, dst).
 
@@ -24,7 +24,7 @@ def holders_map(trace: Trace) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
     """
     columns, copies = [], []
     for plan, tables in replay(trace):
-        columns.append(Counter(b for table in tables.values() for b in table))
+        columns.append(Counter(b for table in tables.values() for b in table if b >= 0))
         copies += [(len(columns) - 1, src, dst) for src, dst in plan.copies.tolist()]
     held = np.zeros((1 + max((b for c in columns for b in c), default=-1), len(columns)), int)
     for i, c in enumerate(columns): held[list(c), i] = list(c.values())

@@ -484,7 +484,7 @@ def commit(self: Scheduler, plan: Plan, result: StepResult) -> Outputs:
     if ended or finished or self._held: self._drop_ended()
     return Outputs(seqs, tokens, finished + [seqs[i] for i in ended], logprobs, result.prompt_logprobs)
 
-# %% ../../nbs/20_scheduler.ipynb #f20f7fa7
+# %% ../../nbs/20_scheduler.ipynb #75154cb9
 @patch
 def _finish_scored(self: Scheduler) -> list[Sequence]:
     "Those who wanted no token, and whose prompt is computed."
@@ -498,7 +498,9 @@ def _leave_behind(self: Scheduler, rows: np.ndarray, before: np.ndarray, stops: 
     "Give back the blocks that the window has left in this iteration."
     size, first = self.memory.block_size, np.maximum(stops - self.window + 1, 0)
     moved = first // size > np.maximum(before - self.window + 1, 0) // size
-    for r, position in zip(rows[moved].tolist(), first[moved].tolist()): self.memory.release_before(self.rows.seq[r], position)
+    for r, position in zip(rows[moved].tolist(), first[moved].tolist()):
+        self.memory.release_before(self.rows.seq[r], position)
+        self._event('release', self.rows.seq[r], str(position // size))
 
 # %% ../../nbs/20_scheduler.ipynb #e16242af
 @patch
