@@ -263,7 +263,7 @@ def _join(self: Scheduler, group: Group, left: int, draft: _Draft) -> int:
     self._line_up([s.row for s in seqs])
     return left
 
-# %% ../../nbs/20_scheduler.ipynb #456c18f8
+# %% ../../nbs/20_scheduler.ipynb #68f04fe6
 @patch
 def _admit(self: Scheduler, left: int, draft: _Draft) -> int:
     "Ask people in from the head of the line; `left` tokens of budget. Returns what is left then."
@@ -287,6 +287,7 @@ def _admit(self: Scheduler, left: int, draft: _Draft) -> int:
     self.policy.admission_ended(self, why)
     return left
 
+# %% ../../nbs/20_scheduler.ipynb #fc38baef
 @patch
 def _displace(self: Scheduler, group: Group, draft: _Draft) -> int | None:
     "Throw out the last of those who run, if it may be done for `group`: the budget that it had in this plan."
