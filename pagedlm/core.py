@@ -120,8 +120,9 @@ def _check_beams(p: SamplingParams) -> None:
         raise InvalidRequestError(f'beam_width={p.beam_width} with {wrong[0]}={getattr(p, wrong[0])!r:.60}: beam search takes temperature=0 '
                                   f'and neither of {", ".join(list(odd)[1:])}')
 
-# %% ../nbs/01_core.ipynb #da75af84
-_only_vllm = frozenset("""allowed_token_ids bad_words extra_args flat_logprobs guided_decoding logits_processors output_kind skip_reading_prefix_cache spaces_between_special_tokens structured_outputs
+# %% ../nbs/01_core.ipynb #2344591b
+_only_vllm = frozenset("""allowed_token_ids bad_words extra_args flat_logprobs guided_decoding logits_processors output_kind
+    skip_reading_prefix_cache spaces_between_special_tokens structured_outputs
     truncate_prompt_tokens use_beam_search""".split())
 
 def _known_names(cls: type) -> type:
@@ -289,13 +290,14 @@ class SequenceArrays:
 
     def give_back(self, row: int) -> None: self._free.append(row)
 
-# %% ../nbs/01_core.ipynb #a08c7dd3
+# %% ../nbs/01_core.ipynb #8cd92ce2
 @dataclass(slots=True, eq=False)
 class Sequence:
     """The live state of one sample of a request. Its counters and tokens are read from the scheduler's arrays.
 
     row: its place in those arrays and in the Memory, or -1 before it is first admitted and after it ended. score: of a beam that
-    ended. num_hit_tokens: of its prompt, found in the prefix cache when it was first admitted. block_keys: the Memory's names of its full blocks.
+    ended. num_hit_tokens: of its prompt, found in the prefix cache when it was first admitted. block_keys: the Memory's names of its
+    full blocks.
     """
     seq_id: int
     request: Request
@@ -382,7 +384,7 @@ class Chunk(NamedTuple):
     first_block: int
     blocks: tuple[int, ...]
 
-# %% ../nbs/01_core.ipynb #790921b8
+# %% ../nbs/01_core.ipynb #154611a7
 _none = np.zeros(0, np.int64); _none.flags.writeable = False
 _no_pairs = np.zeros((0, 2), np.int64); _no_pairs.flags.writeable = False
 _no_triples = np.zeros((0, 3), np.int64); _no_triples.flags.writeable = False
@@ -395,7 +397,8 @@ class Plan:
     """Everything an executor may know about one iteration.
 
     An executor applies it in this order: `forget` and `new`; `beams` [n, 3] (parent, child, token: the child's tokens and table
-    become what the parent's were after the last iteration, and the token comes behind them, in place of what was answered); `swap_outs` [n, 2] (block, swap block), `swap_ins` [n, 2]
+    become what the parent's were after the last iteration, and the token comes behind them, in place of what was answered);
+    `swap_outs` [n, 2] (block, swap block), `swap_ins` [n, 2]
     (swap block, block) and `copies` [n, 2] (src, dst) in list order; table increments and KV writes of all chunks;
     `forks` [n, 2] (parent, child: the child's table becomes the parent's, as it stands after the chunks); attention.
 

@@ -19,13 +19,14 @@ from .core import ConfigError, Plan, StepResult, TokenLogprobs, Usage
 __all__ = ['usage_kinds', 'columns', 'Event', 'Columns', 'Trace', 'replay', 'tables_at', 'holders', 'Interval', 'Timeline',
            'timelines']
 
-# %% ../nbs/02_trace.ipynb #f770e67b
+# %% ../nbs/02_trace.ipynb #9435960a
 class Event(NamedTuple):
     """Something that plans and results cannot tell.
 
     kind: arrive, refuse, admit, hit (detail: how many tokens were found in the prefix cache), first_token, preempt (the whole
     request; detail: recompute or swap), resume, abort, finish (detail: the reason), free (the references of this sequence to its
-    blocks were dropped) or release (those to its first blocks, detail: how many; a sliding window has left them). seq_id -1: of a request as a whole.
+    blocks were dropped) or release (those to its first blocks, detail: how many; a sliding window has left them).
+    seq_id -1: of a request as a whole.
     """
     iteration: int
     time: float

@@ -20,7 +20,7 @@ from .prefix_cache import PrefixCache
 # %% auto #0
 __all__ = ['BlockManager', 'check_pool', 'check_plan']
 
-# %% ../../nbs/14_block_manager.ipynb #107323b7
+# %% ../../nbs/14_block_manager.ipynb #64c50830
 class BlockManager:
     """The paged memory: allocator, block tables and copy-on-write behind one protocol, with a swap pool beside.
 
@@ -28,7 +28,8 @@ class BlockManager:
     read only for others, and replaced by a longer one when rows are added. None as an answer means "not now", and then
     nothing has changed. prefix_caching: full blocks are found by what they hold, also by later requests (`cache`, or None).
     on_demand: sequences share and ask for more as they grow, so whoever admits should keep some room;
-    max_model_len: the longest sequence that could be held, None for no limit. Raises ConfigError. (The KV cache manager of Kwon et al. 2023, sections 4.2 to 4.5.)
+    max_model_len: the longest sequence that could be held, None for no limit. Raises ConfigError.
+    (The KV cache manager of Kwon et al. 2023, sections 4.2 to 4.5.)
     """
     on_demand, max_model_len = True, None
 

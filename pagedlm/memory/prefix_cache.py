@@ -106,7 +106,7 @@ def awaits(self: PrefixCache, seq: Sequence, num_tokens: int) -> bool:
     found = len(self.find(seq, num_tokens))
     return found < n and seq.block_keys[found] in self.promised
 
-# %% ../../nbs/13_prefix_cache.ipynb #98626d9f
+# %% ../../nbs/13_prefix_cache.ipynb #8fb5b8e2
 @patch
 def check(self: PrefixCache) -> None:
     "Raises AssertionError unless index, serials and the allocator's kept blocks say the same."
@@ -114,7 +114,8 @@ def check(self: PrefixCache) -> None:
     assert len(indexed) == len(self.blocks), 'a block has two names'
     for block in range(a.num_blocks):
         known = block in indexed
-        assert known == bool(self.serials[block]) == a.kept[block], f'block {block}: indexed {known}, serial {self.serials[block]}, kept {a.kept[block]}'
+        serial, kept = self.serials[block], a.kept[block]
+        assert known == bool(serial) == kept, f'block {block}: indexed {known}, serial {serial}, kept {kept}'
     for key, block in self.blocks.items(): assert self._keys[block] == key, f'block {block} is indexed under a name that it has not'
     kept = sum(a.kept[b] for b in a.free_blocks())
     assert kept == a.num_kept, f'{a.num_kept} free blocks are said to be kept, and {kept} are'

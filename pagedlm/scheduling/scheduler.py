@@ -23,13 +23,14 @@ _all_ = ['Group', 'Policy', 'StaticPolicy', 'policies', 'register_policy', 'shar
 # %% auto #0
 __all__ = ['NO_LIMIT', 'Rows', 'Scheduler', 'Group', 'Policy', 'StaticPolicy', 'policies', 'register_policy', 'share']
 
-# %% ../../nbs/20_scheduler.ipynb #70c43fef
+# %% ../../nbs/20_scheduler.ipynb #00fb96a0
 class Rows(SequenceArrays):
     """The scheduler's columns, one row per admitted sequence that has not ended.
 
     planned: computed tokens after the plan being made. limit: compute no further than this (the end of the prompt while
     samples wait to be forked). stop_len: tokens at which it ends. min_len: no end token before. eos: end token or -1.
-    more_stops: it has further stop ids. beam: it belongs to a beam search. key: its place in line. alive: it runs. place: its chunk in the plan being made.
+    more_stops: it has further stop ids. beam: it belongs to a beam search. key: its place in line. alive: it runs.
+    place: its chunk in the plan being made.
     seq: the Sequence.
     """
     columns = dict(SequenceArrays.columns, seq_id=np.int64, planned=np.int32, limit=np.int32, stop_len=np.int32,
