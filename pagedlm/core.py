@@ -49,7 +49,7 @@ class SchedulerError(PagedLMError, RuntimeError):
 class ModelNotFoundError(PagedLMError, FileNotFoundError):
     "A model could not be found or fetched; the message lists the ways to provide one."
 
-# %% ../nbs/01_core.ipynb #c92c4173
+# %% ../nbs/01_core.ipynb #8282cd5f
 def _is_int(x: Any) -> bool: return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 def _is_number(x: Any) -> bool: return _is_int(x) or isinstance(x, (float, np.floating))
 def _numbers_by_id(x: Any) -> bool:
@@ -59,7 +59,7 @@ _rules = {
     'n': (lambda x: _is_int(x) and x >= 1, 'an integer of at least 1'),
     'best_of': (lambda x: x is None or _is_int(x) and x >= 1, 'an integer of at least 1 or None'),
     'beam_width': (lambda x: x is None or _is_int(x) and x >= 1, 'an integer of at least 1 or None'),
-    'length_penalty': (lambda x: _is_number(x) and math.isfinite(x), 'a finite number'),
+    'length_penalty': (lambda x: _is_number(x) and -10 <= x <= 10, 'a number from -10 to 10'),
     'early_stopping': (lambda x: x in (True, False, 'never'), 'True, False or "never"'),
     'temperature': (lambda x: _is_number(x) and 0 <= x < math.inf, 'a finite number of at least 0'),
     'top_k': (lambda x: _is_int(x) and x >= -1, '-1 or 0 (all tokens) or a positive integer'),

@@ -1,5 +1,5 @@
 """Beam search on the real model is transformers', float32. A decision that is closer than TIE may go either way, and then all that follows from it:
-such searches are counted, and may be few; of their beams the best score must still be the same or better."""
+only such a search may differ, and its best score must be as good."""
 
 import numpy as np
 import pytest
@@ -71,16 +71,18 @@ def test_beams_are_transformers(llm, theirs, prompts, margins, width, options, s
     some, ends = prompts[::4] if stops else prompts, {*llm.tokenizer.eos_token_ids, *more}
     params = SamplingParams(beam_width=width, n=width, temperature=0, max_tokens=NEW, stop_token_ids=more, **options)
     ours = llm.generate(some, params, use_tqdm=False)
-    ties, close = 0, list(margins.values())
+    ties, close = 0, list(margins.values())                                            # in the order of the prompts
     assert len(close) == len(some)
-    for out, want in zip(ours, reference(theirs, some, width, ends, **options)):
+    for out, want, margin in zip(ours, reference(theirs, some, width, ends, **options), close):
         got = [(list(o.token_ids), o.score) for o in out.outputs]
         if [t for t, _ in got] == [t for t, _ in want]: assert np.allclose([s for _, s in got], [s for _, s in want], atol=2e-3)
-        else: ties += 1
+        else:
+            ties += 1
+            assert margin < TIE and got[0][1] > want[0][1] - 2e-3, (margin, got, want)
     near = sum(c < TIE for c in close)
     if stops: assert sum(o.finish_reason == 'stop' for out in ours for o in out.outputs) >= 2
     print(f'width {width}: {len(some)} searches, {near} with a decision closer than {TIE}, {ties} differ')
-    assert ties <= near and ties <= len(some) // 5
+    assert ties <= len(some) // 5
 
 
 def test_no_kv_moves_but_the_last_block(llm, prompts):

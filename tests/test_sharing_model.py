@@ -1,5 +1,6 @@
 "Everything that shares, on a small real model: prefix hits, samples, beams, priorities, scoring, a window, preemption and swap, against each request alone."
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from pagedlm.scheduling.engine import Engine
 from pagedlm.scheduling.scheduler import Scheduler
 from pagedlm.trace import Trace
 
+seen = Counter()
 SHAPE = dict(vocab_size=89, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, max_position_embeddings=256)
 
 
@@ -64,8 +66,7 @@ def test_the_same_as_alone(model, seed):
     while engine.has_unfinished:
         outputs.append(engine.step())
         check_pool(engine.scheduler.memory)
-    kinds = {e.kind for e in engine.trace.events}
-    assert {'hit', 'preempt'} & kinds
+    seen.update(e.kind for e in engine.trace.events)
     for seqs in everyone:
         alone, mine = make(model, 500, 4), []
         again = alone.add(seqs[0].request)
@@ -77,3 +78,7 @@ def test_the_same_as_alone(model, seed):
         else: assert got == want
         assert logprobs.keys() == plain.keys() and np.allclose(list(logprobs.values()), [plain[k] for k in logprobs], atol=1e-4)
     assert done > 8
+
+
+def test_zz_it_met_what_it_was_built_for():
+    assert min(seen[kind] for kind in ('hit', 'preempt', 'resume', 'release')) > 5, seen

@@ -82,7 +82,7 @@ def _reserve(self: BlockManager, row: int, upto: int) -> None:
 def _limit(self: BlockManager, table: BlockTable, computed: int) -> int:
     return computed if shared_from(table, computed, self.allocator) else table.capacity
 
-# %% ../../nbs/14_block_manager.ipynb #a1bd7a9a
+# %% ../../nbs/14_block_manager.ipynb #5b3d49ab
 @patch
 def needed(self: BlockManager, num_tokens: int, n: int = 1, max_len: int | None = None) -> int:
     "Blocks that an empty pool must have for a prompt and one more slot for each of its `n` samples."
@@ -109,9 +109,9 @@ def _hit_limit(self: BlockManager, seq: Sequence, upto: int) -> int:
     return most if p.prompt_logprobs is None or seq.num_tokens > seq.prompt_len else min(most, p.prompt_logprobs_from - 1)
 
 @patch
-def awaits(self: BlockManager, seq: Sequence) -> bool:
-    "Whether somebody is computing a block that the sequence would then find: it had better be admitted later."
-    return self.cache is not None and self.cache.awaits(seq, self._hit_limit(seq, seq.num_tokens))
+def awaits(self: BlockManager, seq: Sequence, upto: int) -> bool:
+    "Whether somebody is computing a block that `admit` would then find: the sequence had better be admitted later."
+    return self.cache is not None and self.cache.awaits(seq, self._hit_limit(seq, upto))
 
 @patch
 def _enter(self: BlockManager, seq: Sequence, found: list[int], upto: int) -> None:

@@ -126,11 +126,11 @@ def _count(self: ContiguousMemory, n: int, size: int, limit: int) -> None:
     self._reserved += n * limit
     self._internal += n * (size * self.block_size - limit)
 
-# %% ../../nbs/15_contiguous.ipynb #08ec10a8
+# %% ../../nbs/15_contiguous.ipynb #2efad837
 @patch
 def admit(self: ContiguousMemory, seq: Sequence, upto: int, keep: int = 0) -> Grant | None:
     "A span for the sequence and one for each later sample of its request, which will be forked from it; or nothing."
-    size, row, n = self._span(seq.max_len), seq.row, seq.request.params.num_seqs - seq.index
+    size, row, n = self._span(seq.max_len), seq.row, seq.request.params.beam_width or seq.request.params.num_seqs - seq.index
     self._asked, room = size, self._spans.num_free - n * size >= keep and upto <= size * self.block_size
     starts = self._take(size, n) if room else None
     if starts is not None:
@@ -176,7 +176,7 @@ def fork(self: ContiguousMemory, parent: Sequence, child: Sequence) -> Grant | N
     blocks, filled = self.table(child), blocks_for(computed, self.block_size)
     return Grant(0, blocks, list(zip(self.table(parent)[:filled], blocks)))
 
-# %% ../../nbs/15_contiguous.ipynb #1160ac86
+# %% ../../nbs/15_contiguous.ipynb #823c37bc
 @patch
 def free(self: ContiguousMemory, seq: Sequence) -> None:
     "Give back the sequence's span and its spares. A sequence that holds nothing is left alone."
@@ -191,7 +191,7 @@ def free(self: ContiguousMemory, seq: Sequence) -> None:
     self.writable[row] = self._computed[row] = self._limits[row] = 0
 
 @patch
-def awaits(self: ContiguousMemory, seq: Sequence) -> bool:
+def awaits(self: ContiguousMemory, seq: Sequence, upto: int) -> bool:
     "Never: nothing is shared."
     return False
 

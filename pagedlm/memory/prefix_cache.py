@@ -15,13 +15,13 @@ from .block_allocator import BlockAllocator
 # %% auto #0
 __all__ = ['PrefixCache']
 
-# %% ../../nbs/13_prefix_cache.ipynb #0586c5ae
+# %% ../../nbs/13_prefix_cache.ipynb #908e0f7c
 class PrefixCache:
     """Finds full blocks by what they hold: their tokens, all tokens before them, and the request's salt. O(1) per block.
 
     allocator: whose free blocks keep their content until they are allocated again, the least recently used first. hash: of (key of
     the block before, tokens as bytes); its values are only compared, and what is found is compared itself. serials [num_blocks]: of
-    each findable block, 0 for others. num_asked_tokens, num_hit_tokens: of all prompts that were admitted.
+    each findable block, 0 for others. num_asked_tokens, num_hit_tokens: of all that were admitted, each time anew.
     (Shared prefixes: Kwon et al. 2023, section 4.4.)
     """
     def __init__(self, allocator: BlockAllocator, block_size: int, hash: Callable[[tuple[int, bytes]], int] = hash):

@@ -40,7 +40,7 @@ def counting_answer(tokens: np.ndarray, k: int) -> TokenLogprobs:
     steps = [0.1 + counting_script(tokens, i) / 997 for i in range(1, k + 1)]
     return TokenLogprobs(-steps[0], 1, [2 + (first - 2 + 31 * i) % 997 for i in range(k)], (-np.cumsum(steps)).tolist())
 
-# %% ../../nbs/21_engine.ipynb #0f91bcb7
+# %% ../../nbs/21_engine.ipynb #9e268ba6
 class ScriptedExecutor:
     """Answers plans from a script, for tests and lessons, and checks all memory traffic while it does.
 
@@ -72,6 +72,7 @@ class ScriptedExecutor:
         if self.pool is not None:
             for c in plan.chunks: self._check(c.seq_id, c.start, c.stop)
         due, so_far = plan.due.tolist(), lambda i: np.array(self.tokens[i], np.int32)
+        for i, stop in zip(due, plan.stops[plan.due_chunks].tolist()): del self.tokens[i][stop:]          # a beam may be asked again
         told = [self.beam_script(so_far(i), self.beams[i]) if i in self.beams else None for i in due]
         out = [lp.top_ids[0] if lp else self.script(so_far(i), self.index[i]) for i, lp in zip(due, told)]
         for i, token in zip(due, out): self.tokens[i].append(token)
@@ -199,7 +200,7 @@ def abort(self: Engine, request_id: str) -> bool:
     "End a request at any moment, also while an iteration is executed; False when there is no such request."
     with hold_interrupts(): return self.scheduler.abort(request_id)
 
-# %% ../../nbs/21_engine.ipynb #43078139
+# %% ../../nbs/21_engine.ipynb #4551d491
 @patch
 def step(self: Engine) -> Outputs:
     """Run one iteration. A Ctrl-C is raised after it. When the executor fails, everything that was running ends with "error"
@@ -227,7 +228,7 @@ def _step(self: Engine) -> Outputs:
 @patch
 def _execute(self: Engine, plan: Plan) -> StepResult:
     "The executor's answer; only a plan that says nothing at all is not worth a call."
-    if not (plan.num_chunks or plan.new or len(plan.forget) or len(plan.swap_outs) or len(plan.swap_ins)):
+    if not (plan.num_chunks or plan.new or len(plan.forget) or len(plan.beams) or len(plan.swap_outs) or len(plan.swap_ins)):
         return StepResult(np.zeros(0, np.int64))
     result = self.executor.execute(plan)
     if len(result.tokens) != len(plan.due):

@@ -45,7 +45,7 @@ class Group:
         "The live sequences; of a beam search, those that are beams at the moment."
         return self.beams if self.search else self.live
 
-# %% ../../nbs/19_policies.ipynb #dd71de85
+# %% ../../nbs/19_policies.ipynb #03f4c5de
 class Batch(Protocol):
     "What a policy looks at: the part of a scheduler that is always there. (It is given the scheduler itself.)"
     iteration: int
@@ -74,8 +74,8 @@ class Policy:
         "Whether the head of the line may be asked in now."
         return True
 
-    def admission_ended(self, scheduler: Batch, why: Literal['empty', 'seats', 'memory', 'budget']) -> None:
-        "Called once per plan in which somebody was asked in, with what stopped it."
+    def admission_ended(self, scheduler: Batch, why: Literal['empty', 'seats', 'memory', 'budget', 'awaits']) -> None:
+        "Called once per plan in which somebody was asked in, with what stopped it; awaits: a prefix that is being computed."
 
     def victim(self, running: list[Group]) -> Group:
         "The group to preempt; `running` is in the order of the line."
@@ -89,7 +89,7 @@ def register_policy(cls: type[Policy]) -> type[Policy]:
     policies[cls.name] = cls
     return cls
 
-# %% ../../nbs/19_policies.ipynb #a69a131c
+# %% ../../nbs/19_policies.ipynb #c0f6a268
 @register_policy
 class StaticPolicy(Policy):
     "Request-level batching: a batch is filled, then closed, and waits for its slowest member."
@@ -104,7 +104,7 @@ class StaticPolicy(Policy):
         return not scheduler.num_running or scheduler.iteration == self._open_at
 
     def admission_ended(self, scheduler: Batch, why: str) -> None:
-        if why == 'budget': self._open_at = scheduler.iteration + 1     # the rest of the batch comes with the next budget
+        if why in ('budget', 'awaits'): self._open_at = scheduler.iteration + 1     # the rest of the batch comes with the next budget
 
 # %% ../../nbs/19_policies.ipynb #cb26c156
 def share(wants: np.ndarray, budget: int, crowded: bool) -> np.ndarray:

@@ -93,7 +93,7 @@ class Scheduler:
         self._forget: list[int] = []
         self._flight: _Flight | None = None
 
-# %% ../../nbs/20_scheduler.ipynb #41c10a8e
+# %% ../../nbs/20_scheduler.ipynb #cc3aa6f2
 @patch
 def add(self: Scheduler, request: Request) -> list[Sequence]:
     """Put a request in line; its sequences are returned. Allowed at any time, also while a plan is in flight.
@@ -119,11 +119,11 @@ def add(self: Scheduler, request: Request) -> list[Sequence]:
     self._next_key += 1
     self._event('arrive', request)
     scored = p.max_tokens == 0 and p.prompt_logprobs is not None
-    if scored: group.unforked = []
+    if scored: group.seqs, group.unforked = seqs[:1], []           # the others have nothing to do
     if p.beam_width: self._begin_search(group, max_len)
     if p.max_tokens == 0:
         for s in seqs[scored:]: self._finish(s, 'length')
-        self._ended += seqs[scored:]
+        self._ended += seqs[scored:p.n if p.beam_width else n]
     if p.max_tokens != 0 or scored: insort(self._waiting, group, key=lambda g: g.key)
     return seqs
 
@@ -264,7 +264,7 @@ def _join(self: Scheduler, group: Group, left: int, draft: _Draft) -> int:
     self._line_up([s.row for s in seqs])
     return left
 
-# %% ../../nbs/20_scheduler.ipynb #68f04fe6
+# %% ../../nbs/20_scheduler.ipynb #73c325f5
 @patch
 def _admit(self: Scheduler, left: int, draft: _Draft) -> int:
     "Ask people in from the head of the line; `left` tokens of budget. Returns what is left then."
@@ -272,7 +272,7 @@ def _admit(self: Scheduler, left: int, draft: _Draft) -> int:
     while at < min(len(self._waiting), self.max_num_seqs):
         group = self._waiting[at]
         live, swapped = group.live, group.status == Status.SWAPPED
-        if not swapped and self.memory.awaits(group.at_work[0]): at += 1; continue           # it will find what is being computed
+        if not swapped and self._awaits(group): at += 1; continue           # it will find what is being computed
         if left < len(group.holding): why = 'budget'; break
         if self._seats + len(live) > self.max_num_seqs: why = 'seats'
         elif not (self._swap_in if swapped else self._start)(group, draft): why = 'memory'
@@ -285,8 +285,13 @@ def _admit(self: Scheduler, left: int, draft: _Draft) -> int:
             continue
         if (back := self._displace(group, draft)) is None: break
         why, left = 'empty', left + back
-    self.policy.admission_ended(self, why)
+    self.policy.admission_ended(self, 'awaits' if at and why == 'empty' else why)
     return left
+
+@patch
+def _awaits(self: Scheduler, group: Group) -> bool:
+    leader = group.at_work[0]
+    return self.memory.awaits(leader, self._at_once(leader.num_tokens))
 
 # %% ../../nbs/20_scheduler.ipynb #fc38baef
 @patch
@@ -300,7 +305,7 @@ def _displace(self: Scheduler, group: Group, draft: _Draft) -> int | None:
     self._preempt(victim, draft)
     return back
 
-# %% ../../nbs/20_scheduler.ipynb #035e696b
+# %% ../../nbs/20_scheduler.ipynb #0d257052
 @dataclass(slots=True)
 class _Flight:
     "What a plan was about, kept until its commit."
@@ -309,6 +314,7 @@ class _Flight:
     due_rows: np.ndarray
     forks: list[tuple[Sequence, Sequence]]
     forget: list[int]
+    searches: list[Group]           # whose beams were told to change places
 
 @patch
 def _tables(self: Scheduler, draft: _Draft, num_chunks: int) -> dict[str, np.ndarray]:
@@ -326,7 +332,7 @@ def _tables(self: Scheduler, draft: _Draft, num_chunks: int) -> dict[str, np.nda
     if copies := [c for _, g in placed for c in g.copies]: columns['copies'] = np.array(copies, np.int64)
     return columns
 
-# %% ../../nbs/20_scheduler.ipynb #e8df78b1
+# %% ../../nbs/20_scheduler.ipynb #c7e3a46b
 @patch
 def _assemble(self: Scheduler, draft: _Draft) -> Plan:
     "The plan from the columns, and what its commit has to know."
@@ -346,6 +352,7 @@ def _assemble(self: Scheduler, draft: _Draft) -> Plan:
         due_rows = np.concatenate([due_rows, np.array([r for r, _ in first], np.int64)])
         due_chunks = np.concatenate([due_chunks, np.array([i for _, i in first], np.int64)])
         more['forks'] = np.array([(p.seq_id, c.seq_id) for p, c in forks], np.int64)
+    searches = list(dict.fromkeys(self._group[c.row] for _, c, _ in self._moves if c.row >= 0))
     if self._moves:
         more['beams'] = np.array([(p.seq_id, c.seq_id, token) for p, c, token in self._moves if c.row >= 0], np.int64).reshape(-1, 3)
         self._moves = []
@@ -357,7 +364,7 @@ def _assemble(self: Scheduler, draft: _Draft) -> Plan:
         more['new'] = tuple(NewSequence(s.seq_id, s.request.request_id, s.index, s.request.prompt_token_ids, s.request.params)
                             for s in self._new)
     if self._forget: more['forget'] = np.array(self._forget, np.int64)
-    self._flight = _Flight(rows, stops, due_rows, forks, self._forget)
+    self._flight = _Flight(rows, stops, due_rows, forks, self._forget, searches)
     self._new, self._forget = [], []
     return Plan(self.iteration, a.seq_id[rows], starts, stops, due=a.seq_id[due_rows], due_chunks=due_chunks, **more)
 
@@ -558,7 +565,7 @@ def _search(self: Scheduler, due: np.ndarray, tokens: np.ndarray, logprobs: list
         if len(group.answers) == len(group.beams): self._advance(group, finished)
     return due[~mine], tokens[~mine], logprobs and [lp for lp, beam in zip(logprobs, mine.tolist()) if not beam]
 
-# %% ../../nbs/20_scheduler.ipynb #7a03ec1d
+# %% ../../nbs/20_scheduler.ipynb #0b7d11b2
 @patch
 def _advance(self: Scheduler, group: Group, finished: list[Sequence]) -> None:
     "One step of a search: beams are dropped, go on, and are forked."
@@ -582,20 +589,21 @@ def _advance(self: Scheduler, group: Group, finished: list[Sequence]) -> None:
 @patch
 def _drop(self: Scheduler, seq: Sequence) -> None:
     "A beam that does not go on gives back what it holds; its row and its seat wait for another."
+    if self.rows.alive[seq.row]: self._event('free', seq)
     self.rows.alive[seq.row] = False
     self._pending.pop(seq.row, None)
     self.memory.free(seq)
-    self._event('free', seq)
 
 @patch
 def _take_places(self: Scheduler, moves: list[tuple[Sequence, Sequence, int]]) -> None:
     "Children become what their parents are, and then each has its new token."
     a = self.rows
     n, forked = moves[0][0].num_tokens, [(p, c) for p, c, _ in moves if c is not p]
+    untold = {p.row: self._pending[p.row] for p, _ in forked if p.row in self._pending}          # back from the swap pool, and no plan has said so
     for parent, child in forked:
         grant = self.memory.fork(parent, child)
         assert grant is not None, 'whoever dropped a beam has room for another'
-        if grant.blocks: self._pending[child.row] = grant
+        if grant.blocks or parent.row in untold: self._pending[child.row] = grant if grant.blocks else untold[parent.row]
         a.tokens[child.row, :n], a.num_computed_tokens[child.row] = a.tokens[parent.row, :n], a.num_computed_tokens[parent.row]
     for _, child, token in moves: a.tokens[child.row, n], a.num_tokens[child.row] = token, n + 1
     self._drop_ended()
@@ -666,7 +674,7 @@ def _make_room_for(self: Scheduler, group: Group, seqs: list[Sequence], draft: _
             self._drop_ended()
             seqs = [s for s in seqs if s is not last]
 
-# %% ../../nbs/20_scheduler.ipynb #66ae3f86
+# %% ../../nbs/20_scheduler.ipynb #923efa12
 @patch
 def _swap_out(self: Scheduler, seqs: list[Sequence], untold: list[Grant], draft: _Draft) -> bool:
     "Move sequences to the swap pool, if it has room and this plan may. untold: their table entries that no plan has told."
@@ -679,6 +687,7 @@ def _swap_out(self: Scheduler, seqs: list[Sequence], untold: list[Grant], draft:
 def _swap_in(self: Scheduler, group: Group, draft: _Draft) -> bool:
     "Bring a swapped group back; its tables are told to the executor with its next chunks."
     seqs = group.holding
+    if draft.swap_outs: return False                              # a plan never swaps both ways
     brought = self.memory.swap_in(seqs, self.watermark_blocks + len(seqs) if self._seats else 0)
     if brought is None: return False
     moves, grants = brought
@@ -729,7 +738,7 @@ def abort(self: Scheduler, request_id: str, reason: str = 'abort') -> bool:
     self._drop_ended()
     return True
 
-# %% ../../nbs/20_scheduler.ipynb #c9441151
+# %% ../../nbs/20_scheduler.ipynb #ecb46fa8
 @patch
 def finish(self: Scheduler, seq: Sequence, reason: str = 'stop') -> None:
     """End one running sequence from outside, between two iterations: the text layer has seen a stop string.
@@ -738,17 +747,17 @@ def finish(self: Scheduler, seq: Sequence, reason: str = 'stop') -> None:
     """
     if self._flight is not None: raise SchedulerError('finish() between plan() and commit(): call it after the commit')
     group = self._group.get(seq.row)
-    if seq.status != Status.RUNNING or group is None or group.unforked:
+    if seq.status != Status.RUNNING or group is None or group.unforked or group.search:
         raise SchedulerError(f'{seq} is not a running sequence with tokens of its own: abort its request instead')
     self._finish(seq, reason)
     self._drop_ended()
 
-# %% ../../nbs/20_scheduler.ipynb #001131ea
+# %% ../../nbs/20_scheduler.ipynb #6ab4c0dc
 @patch
 def fail(self: Scheduler) -> None:
     "The executor failed at the plan in flight: end all that it was about with \"error\"; nothing is lost of the others."
     if self._flight is None: raise SchedulerError('fail() without a plan in flight')
-    groups = self.running_groups() + [g for g in self._waiting if g.status == Status.SWAPPED]
+    groups = self.running_groups() + [g for g in self._waiting if g.status == Status.SWAPPED or g in self._flight.searches]
     self._forget = self._flight.forget + self._forget       # the executor may not have come to it
     self._flight = None
     self.iteration += 1

@@ -496,7 +496,7 @@ def get_tokenizer(self: LLM) -> Tokenizer:
     "The tokenizer (also `llm.tokenizer`)."
     return self.tokenizer
 
-# %% ../../nbs/41_llm.ipynb #f4bd18e6
+# %% ../../nbs/41_llm.ipynb #ae118f1f
 @patch
 def stream(self: LLM, prompts: Prompt | Seq[Prompt],
            sampling_params: SamplingParams | Seq[SamplingParams] | None = None, priority: int | Seq[int] = 0) -> Iterator[TextDelta]:
@@ -505,6 +505,7 @@ def stream(self: LLM, prompts: Prompt | Seq[Prompt],
     Prompts are checked and put in line at the call, not at the first item. Closing the iterator aborts what is left of it. Raises
     InvalidRequestError as `generate` does, and for what is chosen at the end only: beam_width, and a best_of above n.
     """
+    if not isinstance(sampling_params, SamplingParams | None): sampling_params = list(sampling_params)
     for p in [sampling_params] if isinstance(sampling_params, SamplingParams) else sampling_params or ():
         if isinstance(p, SamplingParams) and (p.beam_width is not None or p.num_seqs > p.n):
             asked = f'best_of={p.best_of} and n={p.n}' if p.beam_width is None else f'beam_width={p.beam_width}'
