@@ -155,7 +155,21 @@ def _full(trace: Trace) -> None:
         raise ConfigError(f'block tables are replayed from plans, and a trace of level {trace.level!r} keeps none: '
                           'record with level="full"')
 
-# %% ../nbs/02_trace.ipynb #5079e0dd
+# %% ../nbs/02_trace.ipynb #59745afa
+def _apply(plan: Plan, tables: dict[int, list[int]], left: dict[int, int]) -> None:
+    "What a plan makes of the tables, in its order: beams change places, tables grow, samples are forked. left: entries released, by sequence."
+    old = {parent: tables[parent] for parent in plan.beams[:, 0].tolist() if parent in tables}
+    for parent, child, _ in plan.beams.tolist():
+        if child != parent: left[child] = left.get(parent, 0)
+        if child != parent and parent in old: tables[child] = old[parent].copy()
+    at, blocks = plan.block_offsets.tolist(), plan.blocks.tolist()
+    for i, (s, first) in enumerate(zip(plan.seq_ids.tolist(), plan.first_blocks.tolist())):
+        added = blocks[at[i]:at[i+1]]
+        if added: tables.setdefault(s, [])[first:first + len(added)] = added
+    for parent, child in plan.forks.tolist(): tables[child] = list(tables.get(parent, ()))
+    for s in tables.keys() & left.keys(): tables[s][:left[s]] = [-1] * left[s]
+
+# %% ../nbs/02_trace.ipynb #e015589c
 def replay(trace: Trace) -> Iterator[tuple[Plan, dict[int, list[int]]]]:
     """Each plan with all block tables as its attention read them: {seq_id: blocks}.
 
@@ -184,16 +198,7 @@ def replay(trace: Trace) -> Iterator[tuple[Plan, dict[int, list[int]]]]:
         ended.update(e.seq_id for e in events if e.kind == 'finish')
         past = num_events
         for s in plan.forget.tolist(): tables.pop(s, None)
-        old = {parent: tables[parent] for parent in plan.beams[:, 0].tolist() if parent in tables}
-        for parent, child, _ in plan.beams.tolist():
-            if child != parent: left[child] = left.get(parent, 0)
-            if child != parent and parent in old: tables[child] = old[parent].copy()
-        at, blocks = plan.block_offsets.tolist(), plan.blocks.tolist()
-        for i, (s, first) in enumerate(zip(plan.seq_ids.tolist(), plan.first_blocks.tolist())):
-            added = blocks[at[i]:at[i+1]]
-            if added: tables.setdefault(s, [])[first:first + len(added)] = added
-        for parent, child in plan.forks.tolist(): tables[child] = list(tables.get(parent, ()))
-        for s in tables.keys() & left.keys(): tables[s][:left[s]] = [-1] * left[s]
+        _apply(plan, tables, left)
         yield plan, tables
         left.update((e.seq_id, int(e.detail)) for e in events if e.kind == 'release')
         for parent, child in plan.forks.tolist(): left[child] = left.get(parent, 0)              # they are forked after that

@@ -169,7 +169,7 @@ def search_alone(r, stop_len, ends=()):
     s = BeamSearch(r.params, r.prompt_len, stop_len, ends)
     beams = [r.prompt_token_ids]
     while not s.done:
-        moves = s.advance([counting_answer(b, (2 + len(r.params.stop_token_ids)) * s.width) for b in beams], lambda i: beams[i])
+        moves = s.advance([counting_answer(b, r.params.num_candidates(1 + len(r.params.stop_token_ids))) for b in beams], lambda i: beams[i])
         beams = [np.append(beams[i], t).astype(np.int32) for i, t in moves]
     return s.finished[:r.params.n]
 
@@ -342,9 +342,9 @@ def test_a_window_gives_blocks_back(preemption):
     engine = make(12, window=10, budget=8, swap=8, cached=False, watermark=0, preemption=preemption)
     seqs = [engine.add(request(n, 30, 170)) for n in 'ab']
     held = []
-    finish(engine, each=lambda o: held.append([engine.scheduler.memory.num_blocks - engine.scheduler.memory.num_free_blocks]))
+    finish(engine, each=lambda o: held.append(engine.scheduler.memory.num_blocks - engine.scheduler.memory.num_free_blocks))
     check_tokens(seqs)
-    assert max(held) < [12] and len(held) > 170
+    assert max(held) < 12 and len(held) > 170
 
 
 def test_a_trace_knows_what_a_window_left():

@@ -24,7 +24,7 @@ __all__ = ['ACTIVATIONS', 'MODEL_TYPES', 'Rope', 'ModelConfig', 'ModelType', 'mo
            'random_weights', 'rope_table', 'rotate', 'can_pack', 'Linear', 'rms_norm', 'layer_norm', 'norm_heads',
            'rotate_and_write', 'Decoder', 'Laps']
 
-# %% ../../nbs/34_model.ipynb #1d9c0a39
+# %% ../../nbs/34_model.ipynb #9789c03c
 @dataclass(frozen=True, slots=True)
 class Rope:
     """Rotary position embedding: how fast each pair of a head turns. rope_type: "default", "linear" or "llama3".
@@ -48,31 +48,33 @@ class Rope:
             return keep * freq + (1 - keep) * freq / self.factor
         return freq
 
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Rope:
-        "From a config.json, old keys or new. Raises ConfigError for a type that is not supported or lacks a number."
-        given = dict(config.get('rope_parameters') or config.get('rope_scaling') or {})
-        kind = given.get('rope_type') or given.get('type') or 'default'
-        needed = {'default': (), 'linear': ('factor',), 'llama3': ('factor', 'low_freq_factor', 'high_freq_factor')}
-        if kind not in needed:
-            raise ConfigError(f'rope type {kind!r} is not supported: it must be one of {", ".join(needed)}')
-        if missing := [name for name in needed[kind] if name not in given]:
-            raise ConfigError(f'rope type {kind!r} lacks {", ".join(missing)}')
-        given.setdefault('rope_theta', config.get('rope_theta') or 10000.0)
-        length = given.get('original_max_position_embeddings') or config.get('max_position_embeddings', 2048)
-        try:
-            rope = cls(float(given['rope_theta']), kind, **{name: float(given[name]) for name in needed[kind]})
-            if kind == 'llama3': rope = replace(rope, original_max_position_embeddings=int(length))
-        except (TypeError, ValueError) as e: raise ConfigError(f'rope parameters {given} are not numbers') from e
-        if min(rope.theta, rope.factor) <= 0 or rope.high_freq_factor <= rope.low_freq_factor:
-            raise ConfigError(f'{rope}: theta and factor must be positive, and high_freq_factor above low_freq_factor')
-        return rope
+# %% ../../nbs/34_model.ipynb #68b6d63f
+@patch(cls_method=True)
+def from_hf(cls: Rope, config: Mapping[str, Any]) -> Rope:
+    "From a config.json, old keys or new. Raises ConfigError for a type that is not supported or lacks a number."
+    given = dict(config.get('rope_parameters') or config.get('rope_scaling') or {})
+    kind = given.get('rope_type') or given.get('type') or 'default'
+    needed = {'default': (), 'linear': ('factor',), 'llama3': ('factor', 'low_freq_factor', 'high_freq_factor')}
+    if kind not in needed:
+        raise ConfigError(f'rope type {kind!r} is not supported: it must be one of {", ".join(needed)}')
+    if missing := [name for name in needed[kind] if name not in given]:
+        raise ConfigError(f'rope type {kind!r} lacks {", ".join(missing)}')
+    given.setdefault('rope_theta', config.get('rope_theta') or 10000.0)
+    length = given.get('original_max_position_embeddings') or config.get('max_position_embeddings', 2048)
+    try:
+        rope = cls(float(given['rope_theta']), kind, **{name: float(given[name]) for name in needed[kind]})
+        if kind == 'llama3': rope = replace(rope, original_max_position_embeddings=int(length))
+    except (TypeError, ValueError) as e: raise ConfigError(f'rope parameters {given} are not numbers') from e
+    if min(rope.theta, rope.factor) <= 0 or rope.high_freq_factor <= rope.low_freq_factor:
+        raise ConfigError(f'{rope}: theta and factor must be positive, and high_freq_factor above low_freq_factor')
+    return rope
 
-# %% ../../nbs/34_model.ipynb #812660c2
+# %% ../../nbs/34_model.ipynb #7250aebd
 ACTIVATIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str, str]] = {     # torch's function; oneDNN's name and method
     'silu': (F.silu, 'swish', ''), 'relu': (F.relu, 'relu', ''), 'gelu': (F.gelu, 'gelu', 'none'),
     'gelu_new': (partial(F.gelu, approximate='tanh'), 'gelu', 'tanh')}
 
+# %% ../../nbs/34_model.ipynb #c7aa7abd
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The shape of a decoder. `from_hf` reads it from the dict of a config.json.
@@ -103,26 +105,29 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     dtype: str = 'float32'
 
-    def __post_init__(self):
-        for f in fields(self)[:8]:
-            n = getattr(self, f.name)
-            if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-                raise ConfigError(f'{f.name}={n!r}: it must be an integer of at least 1')
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f'{self.num_heads} query heads cannot share {self.num_kv_heads} kv heads evenly')
-        if self.head_dim % 2: raise ConfigError(f'head_dim={self.head_dim}: it must be even, as numbers of a head turn in pairs')
-        if self.norm not in ('rms', 'layer'): raise ConfigError(f'norm={self.norm!r}: it must be "rms" or "layer"')
-        if self.activation not in ACTIVATIONS:
-            raise ConfigError(f'activation {self.activation!r} is not supported: it must be one of {", ".join(ACTIVATIONS)}')
-        if len(self.layer_windows) not in (0, self.num_layers):
-            raise ConfigError(f'{len(self.layer_windows)} windows were given for {self.num_layers} layers')
-        if any(w is not None and (not isinstance(w, int) or w < 1) for w in self.layer_windows):
-            raise ConfigError(f'layer_windows={self.layer_windows}: a window is an integer of at least 1, or None')
+    def __post_init__(self): _check_config(self)
 
     @property
     def sliding_window(self) -> int | None:
         "The window that all layers share: older keys are read by nobody. None when a layer has no window, or another one."
         return self.layer_windows[0] if len({*self.layer_windows}) == 1 else None
+
+# %% ../../nbs/34_model.ipynb #6fe6ace9
+def _check_config(c: ModelConfig) -> None:
+    for f in fields(c)[:8]:
+        n = getattr(c, f.name)
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise ConfigError(f'{f.name}={n!r}: it must be an integer of at least 1')
+    if c.num_heads % c.num_kv_heads:
+        raise ConfigError(f'{c.num_heads} query heads cannot share {c.num_kv_heads} kv heads evenly')
+    if c.head_dim % 2: raise ConfigError(f'head_dim={c.head_dim}: it must be even, as numbers of a head turn in pairs')
+    if c.norm not in ('rms', 'layer'): raise ConfigError(f'norm={c.norm!r}: it must be "rms" or "layer"')
+    if c.activation not in ACTIVATIONS:
+        raise ConfigError(f'activation {c.activation!r} is not supported: it must be one of {", ".join(ACTIVATIONS)}')
+    if len(c.layer_windows) not in (0, c.num_layers):
+        raise ConfigError(f'{len(c.layer_windows)} windows were given for {c.num_layers} layers')
+    if any(w is not None and (not isinstance(w, int) or w < 1) for w in c.layer_windows):
+        raise ConfigError(f'layer_windows={c.layer_windows}: a window is an integer of at least 1, or None')
 
 # %% ../../nbs/34_model.ipynb #f886ff6f
 @dataclass(frozen=True, slots=True)

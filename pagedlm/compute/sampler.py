@@ -180,7 +180,7 @@ class Packet:
         if self.fetched: self.fetched.record()
         return {name: self.there[start:start + p.nbytes].view(p.dtype) for (name, p), start in zip(pieces.items(), ends)}
 
-# %% ../../nbs/36_sampler.ipynb #d843c605
+# %% ../../nbs/36_sampler.ipynb #379d5897
 _random, _sorted, _floored, _biased, _penalised, _logprobs = (1 << i for i in range(6))
 
 _record = np.dtype([('flags', 'u1'), ('temperature', 'f4'), ('top_k', 'i8'), ('top_p', 'f8'), ('min_p', 'f8'),
@@ -206,10 +206,9 @@ def _flags(p: SamplingParams, vocab_size: int) -> int:
 
 def _num_best(p: SamplingParams, num_ends: int, vocab_size: int) -> int:
     "How many best tokens are told with each token of a row that has so many end tokens."
-    beams = 0 if p.beam_width is None else max(2, 1 + num_ends) * p.beam_width
-    return min(max(p.logprobs or 0, beams), vocab_size)
+    return min(max(p.logprobs or 0, p.num_candidates(num_ends)), vocab_size)
 
-# %% ../../nbs/36_sampler.ipynb #94e14c52
+# %% ../../nbs/36_sampler.ipynb #3691f709
 class SamplerRows:
     """The sampling parameters of all live sequences, by row: the caller's small number for a sequence.
     max_rows: a larger row makes the table grow. eos_token_ids: the model's end tokens, which min_tokens forbids.
@@ -234,14 +233,14 @@ class SamplerRows:
         prompt, output = (np.asarray(ids, np.int64).reshape(-1) for ids in (prompt_ids, output_ids))
         self.remove(row)
         if row >= len(self.records): self.records = np.pad(self.records, (0, row + 1 + len(self.records)))
-        flags, ends = _flags(p, size), {*p.stop_token_ids, *(() if p.ignore_eos else self.eos_token_ids)}
+        flags, ends = _flags(p, size), p.ends(self.eos_token_ids)
         seed = int(self._seeds.integers(2**63)) if p.seed is None else int(p.seed)
         self.records[row] = (flags, p.temperature, p.top_k if 0 < p.top_k < size else size, p.top_p, p.min_p,
                              p.repetition_penalty, p.frequency_penalty, p.presence_penalty, _num_best(p, len(ends), size),
                              stream_key(seed, index), self.token_counts.take(prompt, output) if flags & _penalised else -1,
                              len(prompt) + p.min_tokens if p.min_tokens else 0)
         if p.logit_bias: self._bias[row] = _additions(p.logit_bias)
-        if p.min_tokens: self._banned[row] = _additions(dict.fromkeys(sorted(ends), -np.inf))
+        if p.min_tokens: self._banned[row] = _additions(dict.fromkeys(ends, -np.inf))
 
 # %% ../../nbs/36_sampler.ipynb #1e54512c
 @patch

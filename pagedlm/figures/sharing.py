@@ -14,9 +14,9 @@ from matplotlib.axes import Axes
 from ..trace import Trace, replay
 
 # %% auto #0
-__all__ = ['holders_map', 'plot_sharing', 'runs']
+__all__ = ['holders_map', 'plot_sharing']
 
-# %% ../../nbs/51_sharing.ipynb #e89a6a57
+# %% ../../nbs/51_sharing.ipynb #6dc429ce
 def holders_map(trace: Trace) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
     """Holders of each block in each iteration, int [blocks, iterations], and the copies: (iteration, src, dst).
 
@@ -37,13 +37,13 @@ def plot_sharing(trace: Trace, ax: Axes | None = None, title: str = '') -> Axes:
     most = max(2, held.max(initial=0))
     ax.imshow(np.where(held, 0.25 + 0.75 * held / most, 0), cmap='Blues', vmin=0, vmax=1, aspect='auto', interpolation='none')
     for block in range(held.shape[0]):
-        for start, stop, n in runs(held[block]):
+        for start, stop, n in _stretches(held[block]):
             if n > 1: ax.text((start + stop - 1) / 2, block, n, ha='center', va='center', fontsize=7, color='white' if n > most / 3 else '#333')
     for i, src, dst in copies: ax.annotate('', (i, dst), (i, src), arrowprops=dict(arrowstyle='-|>', color='#D55E00', lw=1))
     ax.set(xlabel='iteration', ylabel='block', title=title)
     return ax
 
-def runs(values: np.ndarray) -> list[tuple[int, int, int]]:
+def _stretches(values: np.ndarray) -> list[tuple[int, int, int]]:
     "Stretches of equal numbers: (start, stop, number)."
     edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
     return [(a, b, int(values[a])) for a, b in zip(edges, edges[1:])]

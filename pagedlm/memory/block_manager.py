@@ -82,7 +82,7 @@ def _reserve(self: BlockManager, row: int, upto: int) -> None:
 def _limit(self: BlockManager, table: BlockTable, computed: int) -> int:
     return computed if shared_from(table, computed, self.allocator) else table.capacity
 
-# %% ../../nbs/14_block_manager.ipynb #5b3d49ab
+# %% ../../nbs/14_block_manager.ipynb #e020b460
 @patch
 def needed(self: BlockManager, num_tokens: int, n: int = 1, max_len: int | None = None) -> int:
     "Blocks that an empty pool must have for a prompt and one more slot for each of its `n` samples."
@@ -91,6 +91,7 @@ def needed(self: BlockManager, num_tokens: int, n: int = 1, max_len: int | None 
 @patch
 def admit(self: BlockManager, seq: Sequence, upto: int, keep: int = 0) -> Grant | None:
     "Room for tokens `[0, upto)`, leaving at least `keep` blocks free."
+    if keep >= self.allocator.num_free: return None               # one block at least is new, whatever is found
     found = self.cache.find(seq, self._hit_limit(seq, upto)) if self.cache else []
     n, refs = blocks_for(upto, self.block_size) - len(found), self.allocator.ref_counts
     idle = sum(not refs[b] for b in found)                        # free now, and held then

@@ -16,7 +16,7 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     "Blocks that `num_tokens` tokens fill, the last one perhaps partly."
     return -(-num_tokens // block_size)
 
-# %% ../../nbs/11_block_table.ipynb #efd22731
+# %% ../../nbs/11_block_table.ipynb #bfe6faba
 class BlockTable:
     """Where the tokens of one sequence live: token `i` is in `blocks[i // block_size]`, at offset `i % block_size`.
 
@@ -46,19 +46,22 @@ class BlockTable:
         n = -(-upto // self.block_size) - len(self.blocks)
         return n if n > 0 else 0
 
-    def slot(self, position: int) -> int:
-        "Slot of one token: block * block_size + offset. Raises IndexError beyond the capacity."
-        if not 0 <= position < self.capacity:
-            raise IndexError(f'token {position} has no slot in a table of {len(self)} blocks of {self.block_size}')
-        i, offset = divmod(position, self.block_size)
-        return self.blocks[i] * self.block_size + offset
+# %% ../../nbs/11_block_table.ipynb #c056360a
+@patch
+def slot(self: BlockTable, position: int) -> int:
+    "Slot of one token: block * block_size + offset. Raises IndexError beyond the capacity."
+    if not 0 <= position < self.capacity:
+        raise IndexError(f'token {position} has no slot in a table of {len(self)} blocks of {self.block_size}')
+    i, offset = divmod(position, self.block_size)
+    return self.blocks[i] * self.block_size + offset
 
-    def slots(self, start: int, stop: int) -> np.ndarray:
-        "Slots of tokens `[start, stop)`, int64 [stop - start]. Raises IndexError beyond the capacity."
-        if not 0 <= start <= stop <= self.capacity:
-            raise IndexError(f'tokens [{start}, {stop}) are not all in a table of {len(self)} blocks of {self.block_size}')
-        i, offset = np.divmod(np.arange(start, stop), self.block_size)
-        return np.array(self.blocks, np.int64)[i] * self.block_size + offset
+@patch
+def slots(self: BlockTable, start: int, stop: int) -> np.ndarray:
+    "Slots of tokens `[start, stop)`, int64 [stop - start]. Raises IndexError beyond the capacity."
+    if not 0 <= start <= stop <= self.capacity:
+        raise IndexError(f'tokens [{start}, {stop}) are not all in a table of {len(self)} blocks of {self.block_size}')
+    i, offset = np.divmod(np.arange(start, stop), self.block_size)
+    return np.array(self.blocks, np.int64)[i] * self.block_size + offset
 
 # %% ../../nbs/11_block_table.ipynb #2363f1ea
 @patch

@@ -86,7 +86,7 @@ def add(self: PrefixCache, seq: Sequence, index: int, block: int, before: Any, t
     self.allocator.keep(block)
     return self._last_serial
 
-# %% ../../nbs/13_prefix_cache.ipynb #fe1386ee
+# %% ../../nbs/13_prefix_cache.ipynb #094b11af
 @patch
 def promise(self: PrefixCache, seq: Sequence, start: int, stop: int) -> None:
     "The sequence, in its row, is going to fill its blocks [start, stop)."
@@ -95,7 +95,7 @@ def promise(self: PrefixCache, seq: Sequence, start: int, stop: int) -> None:
 @patch
 def withdraw(self: PrefixCache, seq: Sequence) -> None:
     "It is not going to, after all."
-    for key in seq.block_keys:
+    for key in seq.block_keys if self.promised else ():
         if self.promised.get(key) == seq.row: del self.promised[key]
 
 @patch

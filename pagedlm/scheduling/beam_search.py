@@ -15,7 +15,7 @@ from ..core import SamplingParams, TokenLogprobs
 # %% auto #0
 __all__ = ['Hypothesis', 'BeamSearch']
 
-# %% ../../nbs/18_beam_search.ipynb #e46f571c
+# %% ../../nbs/18_beam_search.ipynb #8de51aa3
 class Hypothesis(NamedTuple):
     "A beam that ended: its score, all its tokens, and why."
     score: float
@@ -39,7 +39,7 @@ class BeamSearch:
     @property
     def num_candidates(self) -> int:
         "Of each beam, so many best tokens are looked at."
-        return max(2, 1 + len(self.ends)) * self.width
+        return self.params.num_candidates(len(self.ends))
 
 # %% ../../nbs/18_beam_search.ipynb #41af7b8b
 @patch

@@ -79,14 +79,14 @@ class ScriptedExecutor:
         took = self.seconds_per_step + self.seconds_per_token * plan.num_tokens
         return StepResult(np.array(out, np.int64), took, told if any(told) else None)
 
-# %% ../../nbs/21_engine.ipynb #a61a84d8
+# %% ../../nbs/21_engine.ipynb #0565101e
 @patch
 def _meet(self: ScriptedExecutor, plan: Plan) -> None:
     "Forget who left, and take in who came."
     for i in plan.forget.tolist():
         for of_seq in self.tokens, self.tables, self.index, self.beams: of_seq.pop(i, None)
     for s in plan.new:
-        if width := s.params.beam_width: self.beams[s.seq_id] = (2 + len(s.params.stop_token_ids)) * width
+        if s.params.beam_width: self.beams[s.seq_id] = s.params.num_candidates(1 + len(s.params.stop_token_ids))
         self.tokens[s.seq_id], self.tables[s.seq_id], self.index[s.seq_id] = s.prompt_token_ids.tolist(), [], s.index
 
 @patch
