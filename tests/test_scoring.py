@@ -12,6 +12,7 @@ from pagedlm.compute.kv_cache import KVCache
 from pagedlm.compute.model import Decoder, ModelConfig, random_weights
 from pagedlm.compute.sampler import Sampler
 from pagedlm.memory.block_manager import check_pool
+from pagedlm.trace import Trace
 
 CLOSE = 1e-4
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -158,6 +159,22 @@ def test_echo(llm):
                 assert sample.text == text + llm.tokenizer.decode(plain.token_ids[:n])
     bare = llm.generate(text, GREEDY.replace(detokenize=False), use_tqdm=False, echo=True)[0].outputs[0]
     assert bare.text == '' and bare.token_ids == ids + plain.token_ids
+
+
+def test_a_trace_file_keeps_what_was_told(llm, prompts, tmp_path):
+    llm.generate(prompts[3], GREEDY.replace(prompt_logprobs=2, max_tokens=1), use_tqdm=False)
+    llm.trace.to_json(tmp_path/'run.json')
+    there, again = ([p for r in t.results if r for p in r.prompt_logprobs] for t in (llm.trace, Trace.from_json(tmp_path/'run.json')))
+    assert len(there) == len(again) > 0
+    for a, b in zip(there, again):
+        assert a[:2] == b[:2] and all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(a[2:], b[2:]))
+
+
+def test_stream_takes_parameters_one_by_one(llm):
+    texts = {}
+    for delta in llm.stream(['One', 'Two'], (GREEDY.replace(max_tokens=n) for n in (2, 3))):
+        texts[delta.prompt_index] = texts.get(delta.prompt_index, 0) + len(delta.token_ids)
+    assert texts == {0: 2, 1: 3}
 
 
 def test_best_of(llm, reference):
