@@ -83,7 +83,7 @@ def cells():
     return dict(cuda_notebooks=[p.name for p in cuda_notebooks()], notebooks=out), wrong
 
 
-@section(80)
+@section(200)
 def tests():
     "Tests that use a GPU where there is one, but for the notebooks, which had their turn. (The smoke run only collects them.)"
     paths = [p for p in sorted((ROOT/'tests').glob('test_*.py')) if p.name != 'test_notebooks.py']
@@ -345,6 +345,10 @@ def launch():
 
 SHAPES = {'SmolLM2-135M': dict(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3,
                                head_dim=64, max_position_embeddings=8192, tie_word_embeddings=True),
+          'SmolLM2-360M': dict(vocab_size=49152, hidden_size=960, intermediate_size=2560, num_layers=32, num_heads=15, num_kv_heads=5,
+                               head_dim=64, max_position_embeddings=8192, tie_word_embeddings=True),
+          'SmolLM2-1.7B': dict(vocab_size=49152, hidden_size=2048, intermediate_size=8192, num_layers=24, num_heads=32, num_kv_heads=32,
+                               head_dim=64, max_position_embeddings=8192, tie_word_embeddings=True),
           'Llama-3-8B': dict(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8,
                              head_dim=128, max_position_embeddings=8192)}
 TINY = dict(vocab_size=101, hidden_size=64, intermediate_size=96, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=32,
@@ -394,14 +398,14 @@ def serve(model, runner_class, attention, num_seqs: int, prompt: int, new: int) 
     return out
 
 
-@section(85)
+@section(115)
 def engine():
     "End to end on random weights, with and without CUDA graphs."
     import torch
     from pagedlm.compute.cuda_graphs import GraphRunner
     from pagedlm.compute.runner import ModelRunner
     from pagedlm.compute.triton_attention import TritonAttention
-    copied, results, wrong, until = copy_speed(), {}, [], time.perf_counter() + 65
+    copied, results, wrong, until = copy_speed(), {}, [], time.perf_counter() + 95
     for name, shape in ({'tiny': TINY} if SMOKE else SHAPES).items():
         dtype = torch.float32 if SMOKE else torch.bfloat16
         model = random_model(shape, dtype)
