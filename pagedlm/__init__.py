@@ -5,7 +5,7 @@ import importlib
 
 _homes = {
     'core': 'Request SamplingParams Sequence Status Plan Chunk NewSequence StepResult Output Outputs Grant Usage '
-            'PagedLMError ConfigError InvalidRequestError RequestTooLargeError DuplicateRequestError BlockError SchedulerError '
+            'PagedLMError ConfigError InvalidRequestError RequestTooLargeError DuplicateRequestError BlockError SchedulerError DeadlockError '
             'ModelNotFoundError',
     'trace': 'Trace Event',
     'memory.block_allocator': 'BlockAllocator',

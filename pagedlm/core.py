@@ -16,11 +16,11 @@ from fastcore.basics import patch
 
 # %% auto #0
 __all__ = ['PagedLMError', 'ConfigError', 'InvalidRequestError', 'RequestTooLargeError', 'DuplicateRequestError', 'BlockError',
-           'SchedulerError', 'ModelNotFoundError', 'SamplingParams', 'token_ids', 'Request', 'Status', 'SequenceArrays',
-           'Sequence', 'Grant', 'Usage', 'NewSequence', 'Chunk', 'Plan', 'TokenLogprobs', 'PromptLogprobs',
-           'StepResult', 'Output', 'Outputs']
+           'SchedulerError', 'DeadlockError', 'ModelNotFoundError', 'SamplingParams', 'token_ids', 'Request', 'Status',
+           'SequenceArrays', 'Sequence', 'Grant', 'Usage', 'NewSequence', 'Chunk', 'Plan', 'TokenLogprobs',
+           'PromptLogprobs', 'StepResult', 'Output', 'Outputs']
 
-# %% ../nbs/01_core.ipynb #5d563801
+# %% ../nbs/01_core.ipynb #5b3d5f58
 class PagedLMError(Exception):
     "Base of every error that pagedlm raises on purpose."
 
@@ -45,6 +45,9 @@ class BlockError(PagedLMError):
 
 class SchedulerError(PagedLMError, RuntimeError):
     "The scheduler was driven out of order, or found that nothing can ever run."
+
+class DeadlockError(SchedulerError):
+    "Nobody who runs or waits can ever go on. Abort a request and the others may."
 
 class ModelNotFoundError(PagedLMError, FileNotFoundError):
     "A model could not be found or fetched; the message lists the ways to provide one."

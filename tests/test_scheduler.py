@@ -291,7 +291,7 @@ def test_driven_out_of_order():
     seq, = engine.add(request('a', 5, 3))
     with pytest.raises(SchedulerError, match='not a running'): s.finish(seq)
     plan = s.plan()
-    with pytest.raises(SchedulerError, match='twice'): s.plan()
+    with pytest.raises(SchedulerError, match='without a commit'): s.plan()
     with pytest.raises(SchedulerError, match='between plan'): s.finish(seq)
     result = engine.executor.execute(plan)
     with pytest.raises(SchedulerError, match='1 sequences are due a token, and 2'): s.commit(plan, StepResult(np.zeros(2, int)))

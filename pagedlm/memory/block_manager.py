@@ -153,12 +153,12 @@ def _grow(self: BlockManager, row: int, upto: int, shared: bool) -> Grant:
     self._reserve(row, max(upto, self._granted.item(row)))
     return Grant(first, blocks[first:], copies)
 
-# %% ../../nbs/14_block_manager.ipynb #fd91f570
+# %% ../../nbs/14_block_manager.ipynb #8abb8fe1
 @patch
 def computed(self: BlockManager, rows: np.ndarray, uptos: np.ndarray) -> None:
     "The KV of tokens `[0, uptos[i])` of `rows[i]` is in memory now. Rows are distinct; nothing shrinks."
     before = self._computed[rows]
-    self._used += int((uptos - before).sum())
+    self._used += int(np.add.reduce(uptos - before))
     if self._reserved:
         granted = self._granted[rows]
         self._reserved -= int((np.minimum(uptos, granted) - np.minimum(before, granted)).sum())
@@ -176,7 +176,7 @@ def _index(self: BlockManager, rows: np.ndarray) -> None:
         while len(chain) < i: chain.append(add(seq, len(chain), blocks[len(chain)], chain[-1] if chain else seq.request.cache_salt))
         chain.append(add(seq, i, blocks[i], chain[-1] if chain else seq.request.cache_salt, data[4 * size * j:4 * size * (j + 1)]))
 
-# %% ../../nbs/14_block_manager.ipynb #b69e17d9
+# %% ../../nbs/14_block_manager.ipynb #935c4a7a
 @patch
 def append(self: BlockManager, rows: np.ndarray, uptos: np.ndarray) -> np.ndarray | None:
     """One more block for each of `rows`, whose tables are full, so that slots `[computed, upto)` are writable: the blocks, int64.
@@ -185,7 +185,7 @@ def append(self: BlockManager, rows: np.ndarray, uptos: np.ndarray) -> np.ndarra
     """
     size, tables = self.block_size, [self._tables[row].blocks for row in rows.tolist()]
     room = np.array(list(map(len, tables)), np.int32) * size + size
-    if ((self._computed[rows] + size != room) | (uptos > room)).any(): return None
+    if np.count_nonzero((self._computed[rows] + size != room) | (uptos > room)): return None
     if (blocks := self.allocator.allocate_many(len(tables))) is None: return None
     for table, block in zip(tables, blocks): table.append(block)
     self.writable[rows] = room

@@ -14,7 +14,8 @@ from ..core import Request, Sequence, Status
 from .beam_search import BeamSearch
 
 # %% auto #0
-__all__ = ['policies', 'Group', 'Batch', 'Policy', 'register_policy', 'StaticPolicy', 'share']
+__all__ = ['policies', 'Group', 'Batch', 'Policy', 'register_policy', 'StaticPolicy', 'OrcaPolicy', 'VLLMPolicy',
+           'UnreservedPolicy', 'share']
 
 # %% ../../nbs/19_policies.ipynb #90993e71
 @dataclass(slots=True, eq=False)
@@ -45,20 +46,26 @@ class Group:
         "The live sequences; of a beam search, those that are beams at the moment."
         return self.beams if self.search else self.live
 
-# %% ../../nbs/19_policies.ipynb #03f4c5de
+# %% ../../nbs/19_policies.ipynb #fe43c6bf
 class Batch(Protocol):
     "What a policy looks at: the part of a scheduler that is always there. (It is given the scheduler itself.)"
     iteration: int
+    memory: Any
+    max_model_len: int
     @property
     def num_running(self) -> int: ...
+    @property
+    def num_swapped(self) -> int: ...
 
 class Policy:
     """First come, first served, iteration by iteration: anyone may join at any time, the last in line is thrown out.
 
-    Subclass it and decorate with `register_policy` to try another. hold_finished: seats and memory of a finished
-    sequence stay taken until no sequence runs any more. patience: iterations of waiting that one level of priority is worth.
+    Subclass it and decorate with `register_policy` to try another. chunked: a prompt may be computed in pieces. hold_finished: seats and
+    memory of a finished sequence stay taken until no sequence runs any more. patience: iterations of waiting that one level of priority
+    is worth.
     """
     name = 'continuous'
+    chunked = True
     hold_finished = False
     patience = 64
 
@@ -74,11 +81,21 @@ class Policy:
         "Whether the head of the line may be asked in now."
         return True
 
-    def admission_ended(self, scheduler: Batch, why: Literal['empty', 'seats', 'memory', 'budget', 'awaits']) -> None:
+    def may_start(self, scheduler: Batch, group: Group) -> bool:
+        "Whether this group, which holds no memory, may be let in if there is a seat and memory; False ends the admission."
+        return True
+
+    def started(self, group: Group) -> None:
+        "Called when a group was let in."
+
+    def left(self, group: Group) -> None:
+        "Called when a group that was let in has ended, or was thrown out and has to be let in again."
+
+    def admission_ended(self, scheduler: Batch, why: Literal['empty', 'seats', 'memory', 'budget', 'policy', 'awaits']) -> None:
         "Called once per plan in which somebody was asked in, with what stopped it; awaits: a prefix that is being computed."
 
-    def victim(self, running: list[Group]) -> Group:
-        "The group to preempt; `running` is in the order of the line."
+    def victim(self, running: list[Group]) -> Group | None:
+        "The group to preempt, or None: nobody is, and who needs memory waits for it. `running` is in the order of the line."
         return running[-1]
 
 # %% ../../nbs/19_policies.ipynb #e57f94c0
@@ -105,6 +122,54 @@ class StaticPolicy(Policy):
 
     def admission_ended(self, scheduler: Batch, why: str) -> None:
         if why in ('budget', 'awaits'): self._open_at = scheduler.iteration + 1     # the rest of the batch comes with the next budget
+
+# %% ../../nbs/19_policies.ipynb #a4d8b7e4
+@register_policy
+class OrcaPolicy(Policy):
+    """Algorithm 1 of Orca (Yu et al. 2022): first come, first served, each request with a reservation for all its tokens.
+
+    n_slots: slots of the KV cache, None for all that the memory has. n_rsrv: of them, those reserved. In Algorithm 1's other words, max_bs is the
+    scheduler's max_num_seqs, n_scheduled and the pipeline's stages are its in_flight, and max_tokens is prompt + max_tokens.
+    """
+    name = 'orca'
+    chunked = False
+
+    def __init__(self, n_slots: int | None = None):
+        self.n_slots, self.n_rsrv, self._want = n_slots, 0, 0
+        self._reserved: dict[str, int] = {}                 # by request id
+
+    def may_displace(self, group: Group, victim: Group) -> bool: return False
+    def victim(self, running: list[Group]) -> None: return None
+
+    def may_start(self, scheduler: Batch, group: Group) -> bool:
+        size, seqs = scheduler.memory.block_size, group.seqs
+        if self.n_slots is None: self.n_slots = scheduler.memory.num_blocks * size
+        max_tokens = min(seqs[0].max_len or scheduler.max_model_len, scheduler.max_model_len)
+        self._want = len(seqs) * -(-max_tokens // size) * size                               # whole blocks
+        return self.n_rsrv + self._want <= self.n_slots
+
+    def started(self, group: Group) -> None:
+        self._reserved[group.request.request_id] = self._want
+        self.n_rsrv += self._want
+
+    def left(self, group: Group) -> None: self.n_rsrv -= self._reserved.pop(group.request.request_id)
+
+# %% ../../nbs/19_policies.ipynb #c4137f5c
+@register_policy
+class VLLMPolicy(Policy):
+    "vLLM's scheduler of 2023 (Kwon et al., 4.5): prompts whole, the latest arrival is preempted, nobody comes in while anyone is swapped out."
+    name = 'vllm'
+    chunked = False
+    def may_displace(self, group: Group, victim: Group) -> bool: return False
+    def may_start(self, scheduler: Batch, group: Group) -> bool: return not scheduler.num_swapped
+
+@register_policy
+class UnreservedPolicy(Policy):
+    "Neither reserves nor preempts, and so it can deadlock (Orca, section 4.2, says why its own does reserve)."
+    name = 'unreserved'
+    chunked = False
+    def may_displace(self, group: Group, victim: Group) -> bool: return False
+    def victim(self, running: list[Group]) -> None: return None
 
 # %% ../../nbs/19_policies.ipynb #cb26c156
 def share(wants: np.ndarray, budget: int, crowded: bool) -> np.ndarray:
