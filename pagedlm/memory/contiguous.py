@@ -54,7 +54,7 @@ class Spans:
         if alike: return sum((stop - start) % n for start, stop in self.holes)
         return sum(stop - start for start, stop in self.holes if stop - start < n)
 
-# %% ../../nbs/15_contiguous.ipynb #15f5e8aa
+# %% ../../nbs/15_contiguous.ipynb #c0e0b74a
 def _power(n: int) -> int:
     "The smallest power of two that is at least `n`."
     return 1 << max(n - 1, 0).bit_length()
@@ -85,32 +85,36 @@ class Buddy:
         "Blocks that `take(n)` takes."
         return _power(n)
 
-    def take(self, n: int) -> int | None:
-        "Start of a chunk for `n` blocks, split off the smallest that is long enough; None when there is none."
-        size = _power(n)
-        found = next((s for s, starts in self._free.items() if s >= size and starts), None)
-        if found is None: return None
-        start, _ = self._free[found].popitem()
-        while found > size:
-            found //= 2
-            self._free[found][start + found] = None
-        self._taken[start] = size
-        self.num_free -= size
-        return start
+# %% ../../nbs/15_contiguous.ipynb #7b90ce39
+@patch
+def take(self: Buddy, n: int) -> int | None:
+    "Start of a chunk for `n` blocks, split off the smallest that is long enough; None when there is none."
+    size = _power(n)
+    found = next((s for s, starts in self._free.items() if s >= size and starts), None)
+    if found is None: return None
+    start, _ = self._free[found].popitem()
+    while found > size:
+        found //= 2
+        self._free[found][start + found] = None
+    self._taken[start] = size
+    self.num_free -= size
+    return start
 
-    def give_back(self, start: int, stop: int) -> None:
-        "The chunk that was taken for the run is free again, and one with its buddy when that is free too, and so on."
-        size = self._taken.pop(start, 0)
-        assert size == _power(stop - start), 'not taken'
-        self.num_free += size
-        while size < self.largest and start ^ size in self._free[size]:
-            del self._free[size][start ^ size]
-            start, size = min(start, start ^ size), 2 * size
-        self._free[size][start] = None
+@patch
+def give_back(self: Buddy, start: int, stop: int) -> None:
+    "The chunk that was taken for the run is free again, and one with its buddy when that is free too, and so on."
+    size = self._taken.pop(start, 0)
+    assert size == _power(stop - start), 'not taken'
+    self.num_free += size
+    while size < self.largest and start ^ size in self._free[size]:
+        del self._free[size][start ^ size]
+        start, size = min(start, start ^ size), 2 * size
+    self._free[size][start] = None
 
-    def lost(self, n: int, alike: bool = False) -> int:
-        "Free blocks that are no use for runs of `n`: in chunks too small for one. (A chunk that is not too small divides.)"
-        return sum(size * len(starts) for size, starts in self._free.items() if size < n)
+@patch
+def lost(self: Buddy, n: int, alike: bool = False) -> int:
+    "Free blocks that are no use for runs of `n`: in chunks too small for one. (A chunk that is not too small divides.)"
+    return sum(size * len(starts) for size, starts in self._free.items() if size < n)
 
 # %% ../../nbs/15_contiguous.ipynb #8ba1a7ed
 class ContiguousMemory:

@@ -128,7 +128,7 @@ def add(self: Scheduler, request: Request) -> list[Sequence]:
 def _event(self: Scheduler, kind: str, what: Sequence | Request, detail: str = '') -> None:
     if self.on_event: self.on_event(kind, what, detail)
 
-# %% ../../nbs/20_scheduler.ipynb #315e8be5
+# %% ../../nbs/20_scheduler.ipynb #2c97576a
 @patch
 def _checked(self: Scheduler, request: Request) -> int:
     "Tokens at which its sequences end at the latest. Raises what `add` raises."
@@ -142,7 +142,7 @@ def _checked(self: Scheduler, request: Request) -> int:
         what = next(f'{k}={n}' for k in ('beam_width', 'best_of', 'n') if getattr(p, k) == n)
         raise InvalidRequestError(f'request {name!r}: {what} sequences need as many seats, and max_num_seqs={self.max_num_seqs}')
     max_len = self.max_model_len if p.max_tokens is None else min(self.max_model_len, length + p.max_tokens)
-    needed = self.memory.needed(self._at_once(length), n, max_len)
+    needed = self.memory.needed(self._at_once(length), n, None if p.max_tokens is None else length + p.max_tokens)      # as `admit` will count
     if needed > self.memory.num_blocks: raise RequestTooLargeError(name, needed, self.memory.num_blocks)
     return max_len
 

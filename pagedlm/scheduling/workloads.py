@@ -28,7 +28,7 @@ __all__ = ['Lengths', 'uniform', 'sharegpt_like', 'alpaca_like', 'known_lengths'
            'Uniform', 'Curve', 'Quantiles', 'read_trace', 'Recorded', 'read_lengths', 'poisson_workload',
            'artifact_trace', 'best_hit_rate']
 
-# %% ../../nbs/23_workloads.ipynb #43ecbe6b
+# %% ../../nbs/23_workloads.ipynb #16264a47
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
     """Requests to serve: when each comes, its prompt, and how many tokens it gets, exactly.
@@ -42,6 +42,7 @@ class Workload:
     prompts: Seq[Seq[int]]
     output_lens: Seq[int] | np.ndarray
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    _params: dict[int, SamplingParams] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self):
         if not len(self.prompts): raise ConfigError(f'workload {self.name!r} has no requests')
@@ -50,7 +51,8 @@ class Workload:
                               f'{len(self.output_lens)} output lengths; it takes one of each per request')
         lens, outputs, arrivals = self.prompt_lens, np.asarray(self.output_lens), np.asarray(self.arrivals)
         if outputs.dtype.kind not in 'iu' or arrivals.dtype.kind not in 'iuf':
-            raise ConfigError(f'workload {self.name!r}: output lengths are integers and arrivals numbers, not {outputs.dtype} and {arrivals.dtype}')
+            raise ConfigError(f'workload {self.name!r}: output lengths are integers and arrivals are numbers; these are '
+                              f'{outputs.dtype} and {arrivals.dtype}')
         if len(bad := np.flatnonzero((lens < 1) | (outputs < 1))):
             raise ConfigError(f'workload {self.name!r}: request {bad[0]} has {lens[bad[0]]} prompt tokens and {outputs[bad[0]]} output '
                               f'tokens, and at least one of each is needed')
@@ -66,7 +68,8 @@ class Workload:
     @property
     def prompt_lens(self) -> np.ndarray:
         "Tokens of each prompt, int array [n]."
-        return getattr(self.prompts, 'lens', None) if hasattr(self.prompts, 'lens') else np.fromiter(map(len, self.prompts), np.int64)
+        lens = getattr(self.prompts, 'lens', None)
+        return np.fromiter(map(len, self.prompts), np.int64) if lens is None else lens
 
     @property
     def longest(self) -> int:
@@ -74,8 +77,10 @@ class Workload:
         return int((self.prompt_lens + np.asarray(self.output_lens)).max())
 
     def params(self, i: int) -> SamplingParams:
-        "Of request `i`: exactly its output length, greedy unless `sampling` says otherwise."
-        return SamplingParams(**{'temperature': 0.0, **self.sampling, 'max_tokens': int(self.output_lens[i]), 'ignore_eos': True})
+        "Of request `i`: exactly its output length, greedy unless `sampling` says otherwise. Requests of one length share them."
+        if (found := self._params.get(n := int(self.output_lens[i]))) is None:
+            found = self._params[n] = SamplingParams(**{'temperature': 0.0, **self.sampling, 'max_tokens': n, 'ignore_eos': True})
+        return found
 
     def summary(self) -> dict[str, Any]:
         "Its size, for a report."
@@ -102,52 +107,68 @@ def w64() -> Workload:
     "W64: 64 requests of 32 to 256 prompt tokens and 16 to 256 output tokens, all given at once."
     return random_workload(64, (32, 256), (16, 256), seed=0, name='w64')
 
-# %% ../../nbs/23_workloads.ipynb #e836977c
+# %% ../../nbs/23_workloads.ipynb #4efaea8d
 _MASK = 2**31 - 1
 
 class Prompts(AnySequence):
-    """Prompts that are made when they are looked at: `prompts[i]` is a new int32 array [lens[i]]; of a slice or an array of indices, Prompts.
+    """Prompts that are made when they are looked at: `prompts[i]` is a new int32 array [lens[i]]; of a slice or an index array, Prompts.
 
-    lens [n]: tokens. hash_ids: per prompt, names (any hashable values) of its leading blocks of `tokens_per_hash` tokens: where two
-    prompts have the same names from the start on they have the same tokens, and where the names differ every token does. prefix: tokens that all have
-    in common, before those. What is named by neither is the prompt's own and occurs in no other. The same seed gives the
-    same tokens. A token is below 2**31: take it modulo a vocabulary (names then differ in most places, not in all). Raises ConfigError.
+    lens [n]: tokens. hash_ids: per prompt, names (any hashable values) of its leading blocks of `tokens_per_hash` tokens: two prompts
+    have the same tokens where they have the same names, and different ones, each of them, where they have not. prefix: tokens that all
+    have in common, before those. What is named by neither is the prompt's own and occurs in no other. The same seed gives the same
+    tokens. A token is below 2**31: take it modulo a vocabulary (names then differ in most places, not in all). Raises ConfigError.
     """
     def __init__(self, lens: Seq[int] | np.ndarray, hash_ids: Iterable[Iterable[Any]] | None = None, tokens_per_hash: int = 512,
                  prefix: int = 0, seed: int = 0):
         self.lens, self.tokens_per_hash, self.prefix = np.array(lens, np.int32, ndmin=1), tokens_per_hash, prefix
         n, names, known, counts = len(self.lens), array('i'), {}, array('i')
-        if tokens_per_hash < 1 or prefix < 0 or n and self.lens.min() < prefix:
-            raise ConfigError(f'{tokens_per_hash} tokens per hash id and a common prefix of {prefix}, in prompts of {self.lens.min(initial=_MASK)} '
-                              f'tokens and more: a block has at least 1 token, and the prefix is part of every prompt')
-        for ids in hash_ids if hash_ids is not None else ():
-            counts.append(0)
-            for h in ids: names.append(known.setdefault(h, len(known) + 2)); counts[-1] += 1
-        if hash_ids is not None and len(counts) != n: raise ConfigError(f'{len(counts)} lists of hash ids for {n} prompts: one for each is needed')
-        self._names, self._counts = np.array(names, np.int32), np.array(counts, np.int32) if counts else np.zeros(n, np.int32)
+        for ids in hash_ids if hash_ids is not None else ([],) * n:
+            before = len(names)
+            names.extend(known.setdefault(h, len(known) + 2) for h in ids)
+            counts.append(len(names) - before)
+        self._names, self._counts = np.array(names, np.int32), np.array(counts, np.int32)
+        self._check()
         self._starts, self._own = np.cumsum(self._counts) - self._counts, np.arange(n, dtype=np.int32)
         draw = random.Random(seed)
-        cycle = [draw.getrandbits(31) | 1 for _ in range(512)]
-        self._factors = np.resize(np.array(cycle, np.int64), int(self.lens.max(initial=0)))
+        self._cycle = np.array([draw.getrandbits(31) | 1 for _ in range(512)])
+        self._factors = np.resize(self._cycle, int(self.lens.max(initial=0)))
+
+    def _check(self) -> None:
+        size, shortest = self.tokens_per_hash, self.lens.min(initial=_MASK)
+        if size < 1 or not 0 <= self.prefix <= shortest:
+            raise ConfigError(f'{size} tokens per hash id, and a common prefix of {self.prefix} in prompts of {shortest} tokens and more: '
+                              f'a block has at least 1 token, and every prompt has the prefix')
+        if len(self._counts) != len(self.lens):
+            raise ConfigError(f'{len(self._counts)} lists of hash ids for {len(self.lens)} prompts: one for each is needed')
+        if len(bad := np.flatnonzero((self._counts - 1) * size >= np.maximum(self.lens - self.prefix, 1))):
+            raise ConfigError(f'prompt {bad[0]} has {self.lens[bad[0]]} tokens and {self._counts[bad[0]]} hash ids: that is more than one '
+                              f'for each {size} tokens')
 
     def __len__(self) -> int: return len(self.lens)
 
-    def __getitem__(self, i):
-        if isinstance(i, slice) or np.ndim(i): return self._pick(i)
+    def __getitem__(self, i: int | slice | np.ndarray) -> np.ndarray | Prompts:
+        if isinstance(i, slice) or np.ndim(i):
+            return self._but(**{k: getattr(self, k)[i] for k in ('lens', '_counts', '_starts', '_own')})
         i = range(len(self))[i]
-        n, first = int(self.lens[i]), self._starts[i]
+        n, first, count = int(self.lens[i]), self._starts[i], self._counts[i]
         name = np.full(n, _MASK - self._own[i], np.int64)
         name[:self.prefix] = 1
-        if count := self._counts[i]:
+        if count:
             shared = np.repeat(self._names[first:first + count], self.tokens_per_hash)[:n - self.prefix]
             name[self.prefix:self.prefix + len(shared)] = shared
         name = name * self._factors[:n] & _MASK
         return (name ^ name >> 15).astype(np.int32)
 
-    def _pick(self, kept: slice | np.ndarray) -> Prompts:
+    def _but(self, **changes: Any) -> Prompts:
         new = object.__new__(Prompts)
-        new.__dict__ = self.__dict__ | {k: getattr(self, k)[kept] for k in ('lens', '_counts', '_starts', '_own')}
+        new.__dict__ = self.__dict__ | changes
         return new
+
+    def after(self, prefix: int) -> Prompts:
+        "The same prompts behind `prefix` tokens that all have in common. Raises ConfigError."
+        if prefix < 1 or self.prefix: raise ConfigError(f'a common prefix of {prefix} tokens before one of {self.prefix}: 1 or more, once')
+        lens = self.lens + np.int32(prefix)
+        return self._but(lens=lens, prefix=prefix, _factors=np.resize(self._cycle, int(lens.max(initial=0))))
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, AnySequence) and len(self) == len(other) and all(np.array_equal(a, b) for a, b in zip(self, other))
@@ -160,7 +181,7 @@ class Prompts(AnySequence):
             if left > 0: yield name, min(left, self.tokens_per_hash)
             left -= self.tokens_per_hash
 
-# %% ../../nbs/23_workloads.ipynb #31277419
+# %% ../../nbs/23_workloads.ipynb #17973fc9
 def _check_rate(rate: float) -> None:
     if not 0 < rate < math.inf: raise ConfigError(f'{rate} requests a second: a rate is positive; without one, all come at once')
 
@@ -191,15 +212,8 @@ def up_to(self: Workload, max_len: int) -> Workload:
 @patch
 def with_prefix(self: Workload, num_tokens: int) -> Workload:
     "The same `num_tokens` tokens before every prompt: one system prompt for all (vLLM section 6.4). Raises ConfigError."
-    if num_tokens < 1: raise ConfigError(f'a common prefix of {num_tokens} tokens: it has at least 1')
-    if isinstance(self.prompts, Prompts):
-        if self.prompts.prefix: raise ConfigError(f'workload {self.name!r} has a common prefix already, of {self.prompts.prefix} tokens')
-        lens = self.prompts.lens + num_tokens
-        prompts = self.prompts[:]
-        prompts.lens, prompts.prefix, prompts._factors = lens, num_tokens, np.resize(self.prompts._factors[:512], lens.max())
-    else:
-        first = Prompts([num_tokens], prefix=num_tokens)[0].tolist()
-        prompts = [[*first, *p] for p in self.prompts]
+    first = Prompts([0]).after(num_tokens)[0].tolist()
+    prompts = self.prompts.after(num_tokens) if isinstance(self.prompts, Prompts) else [[*first, *p] for p in self.prompts]
     return replace(self, name=f'{self.name} after {num_tokens} tokens for all', prompts=prompts)
 
 # %% ../../nbs/23_workloads.ipynb #0712c966
@@ -221,7 +235,7 @@ class Uniform:
 
 uniform = Uniform()
 
-# %% ../../nbs/23_workloads.ipynb #da17ec8a
+# %% ../../nbs/23_workloads.ipynb #4dd3b525
 class Curve:
     """A distribution of lengths by its quantiles: `values[k]` (positive, ascending) at the probability `at[k]` (from 0 to 1).
 
@@ -254,14 +268,14 @@ class Quantiles:
         if self.below is not None: v *= self.outputs.share_below(self.below - .5 - inputs)      # of the outputs that fit
         return inputs, self.outputs(v)
 
-_at = 0, .01, .05, .1, .25, .5, .6, .7, .8, .9, .95, .99, 1
-sharegpt_like = Quantiles(Curve(_at, (1, 2, 7, 9, 15, 35, 55, 94, 203, 503, 842, 1409, 2028)),
-                          Curve(_at, (1, 4, 23, 46, 135, 284, 340, 417, 537, 768, 909, 1277, 2040)), .16, 2048, 'sharegpt')
-alpaca_like = Quantiles(Curve(_at, (6, 6.5, 9.3, 10.3, 12.4, 16, 17.5, 20, 23.4, 30.1, 38.5, 70.9, 146.8)),
-                        Curve(_at, (1, 1.01, 4, 6, 15, 42, 60, 77, 96, 124, 157, 261, 473)), name='alpaca')
+_at = 0, .01, .05, .1, .2, .3, .5, .7, .8, .9, .95, .99, 1
+sharegpt_like = Quantiles(Curve(_at, (1, 2, 7, 9, 13, 18, 35, 94, 202, 500, 841, 1414, 2028)),
+                          Curve(_at, (1, 4, 23, 46, 104, 162, 280, 414, 532, 767, 916, 1287, 2040)), .16, 2048, 'sharegpt')
+alpaca_like = Quantiles(Curve(_at, (6, 6.5, 9.3, 10.3, 11.7, 13.1, 15.9, 19.8, 23.4, 30.1, 38.5, 70.9, 146.8)),
+                        Curve(_at, (1, 1.01, 4, 6, 11, 18, 43, 78, 96, 124, 157, 261, 472)), name='alpaca')
 known_lengths: dict[str, Lengths] = {x.name: x for x in (uniform, alpaca_like, sharegpt_like)}
 
-# %% ../../nbs/23_workloads.ipynb #5467f518
+# %% ../../nbs/23_workloads.ipynb #a3c00dc8
 _lengths = {'input': ('ContextTokens', 'input_length', 'input_len'), 'output': ('GeneratedTokens', 'output_length', 'output_len')}
 _clocks = {'arrival': float, 'timestamp': lambda ms: float(ms) / 1000,
            'TIMESTAMP': lambda t: datetime.fromisoformat(t).replace(tzinfo=timezone.utc).timestamp()}
@@ -274,13 +288,9 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         raise ConfigError(f'{str(path)!r} is no name of a workload, and as a file: {getattr(e, "strerror", None) or e}') from None
     except (ValueError, csv.Error) as e: raise ConfigError(f'{path} is not a trace of JSON lines or CSV: {e}') from None
 
-@dataclass(slots=True)
 class _Columns:
-    "What a file tells: arrivals (all 0 without a time), lengths, and hash ids where it has them."
-    arrivals: array = field(default_factory=lambda: array('d'))
-    inputs: array = field(default_factory=lambda: array('q'))
-    outputs: array = field(default_factory=lambda: array('q'))
-    hash_ids: list[array] | None = None
+    "What a file tells: arrivals (all 0 without a time), lengths, and hash ids where it has them, so many of each request."
+    def __init__(self): self.arrivals, self.inputs, self.outputs, self.hash_ids, self.num_ids = (array(t) for t in 'dqqqq')
 
 def _read(path: Path, num_requests: int | None) -> _Columns:
     rows = _rows(path)
@@ -290,36 +300,41 @@ def _read(path: Path, num_requests: int | None) -> _Columns:
     if not (inputs and outputs):
         raise ConfigError(f'{path} has the columns {", ".join(map(str, names)) or "of an empty file"}; it needs one of '
                           f'{", ".join(_lengths["input"])} and one of {", ".join(_lengths["output"])}')
-    clock, found = next((c for c in _clocks if c in names), None), _Columns(hash_ids=[] if 'hash_ids' in names else None)
+    clock, found, named = next((c for c in _clocks if c in names), None), _Columns(), 'hash_ids' in names
     try:
         for r in islice(chain([first], rows), num_requests):
             found.arrivals.append(_clocks[clock](r[clock]) if clock else 0.0)
             found.inputs.append(int(r[inputs]))
             found.outputs.append(int(r[outputs]))
-            if found.hash_ids is not None: found.hash_ids.append(array('q', r['hash_ids']))
+            if named: found.hash_ids.extend(r['hash_ids'])
+            found.num_ids.append(len(r['hash_ids']) if named else 0)
     except (KeyError, TypeError, ValueError, OverflowError) as e:
         raise ConfigError(f'{path} has a row that cannot be read: {e!r}') from None
     return found
 
-# %% ../../nbs/23_workloads.ipynb #3aa370e7
+# %% ../../nbs/23_workloads.ipynb #b33c4352
 def read_trace(path: str | Path, num_requests: int | None = None, seed: int = 0, tokens_per_hash: int = 512) -> Workload:
     """The first requests of a trace file, .jsonl or .csv (or these with .gz), with prompts of the lengths that it names.
 
     Columns: ContextTokens, input_length or input_len; GeneratedTokens, output_length or output_len; and one of TIMESTAMP (a date
     and time, as in Azure's traces), timestamp (milliseconds, Mooncake's) or arrival (seconds). Without a time all are given at once.
-    hash_ids, in JSON lines, name the blocks of `tokens_per_hash` tokens that prompts share; otherwise they share nothing. Raises ConfigError.
+    hash_ids, in JSON lines, name the blocks of `tokens_per_hash` tokens that prompts share; without them they share nothing. Raises
+    ConfigError.
     """
     path = Path(path)
     found = _read(path, num_requests)
     times = np.array(found.arrivals)
     order = np.argsort(times, kind='stable')
-    ids = None if found.hash_ids is None else [found.hash_ids[i] for i in order]
     times = times[order] - times[order[:1]]
-    lens = np.array(found.inputs)[order]
-    if len(bad := lens[(lens < 1) | (lens > _MASK)]): raise ConfigError(f'{path} has a prompt of {bad[0]} tokens')
-    return Workload(path.name, times.tolist(), Prompts(lens, ids, tokens_per_hash, seed=seed), np.array(found.outputs)[order].tolist())
+    lens, outputs, counts = (np.array(x)[order] for x in (found.inputs, found.outputs, found.num_ids))
+    if len(bad := lens[(lens < 1) | (lens > _MASK)]): raise ConfigError(f'{path} has a prompt of {bad[0]} tokens; at least 1 is needed')
+    starts = (np.cumsum(found.num_ids) - found.num_ids)[order]
+    ids = (found.hash_ids[a:a + n] for a, n in zip(starts.tolist(), counts.tolist()))
+    try: prompts = Prompts(lens, ids, tokens_per_hash, seed=seed)
+    except ConfigError as e: raise ConfigError(f'{path}: {e}') from None
+    return Workload(path.name, times.tolist(), prompts, outputs.tolist())
 
-# %% ../../nbs/23_workloads.ipynb #9bc1c1a0
+# %% ../../nbs/23_workloads.ipynb #be54e639
 @dataclass(frozen=True, slots=True, eq=False)
 class Recorded:
     "Pairs of lengths that somebody measured, inputs and outputs [m]: drawn with replacement, or taken in order."
@@ -336,29 +351,33 @@ class Recorded:
         return np.resize(self.inputs, n), np.resize(self.outputs, n)
 
 def _histogram(path: Path) -> Curve:
-    try: bins = np.array([[float(r[c]) for c in ('bin_lo_tokens', 'bin_hi_tokens', 'probability')] for r in _rows(path)])
-    except (KeyError, TypeError, ValueError) as e: raise ConfigError(f'{path} is no histogram of bin_lo_tokens, bin_hi_tokens, probability: {e!r}') from None
-    if not (len(bins) and 0 <= bins[0, 0] and (np.diff([bins[0, 0], *bins[:, 1]]) > 0).all() and (bins[:, 2] >= 0).all() and bins[:, 2].sum() > 0):
+    columns = 'bin_lo_tokens', 'bin_hi_tokens', 'probability'
+    try: low, high, share = np.array([[float(r[c]) for c in columns] for r in _rows(path)]).T
+    except (KeyError, TypeError, ValueError) as e:
+        raise ConfigError(f'{path} is no histogram with the columns {", ".join(columns)}: {e!r}') from None
+    edges = np.append(low[0], high)
+    if not (low[0] >= 0 and (np.diff(edges) > 0).all() and (share >= 0).all() and 0 < share.sum() < math.inf):
         raise ConfigError(f'{path} is no histogram: it has bins from 0 on, in ascending order, with probabilities')
-    n = np.arange(max(1, int(bins[0, 0])), math.ceil(bins[-1, 1]) + 1)                    # the probability of n is what lies in [n, n + 1)
-    return Curve(np.interp(n, [bins[0, 0], *bins[:, 1]], np.append(0, np.cumsum(bins[:, 2])) / bins[:, 2].sum()), n - .5)
+    n = np.arange(max(1, int(low[0])), math.ceil(high[-1]) + 1)                           # the probability of n is what lies in [n, n + 1)
+    return Curve(np.interp(n, edges, np.append(0, np.cumsum(share)) / share.sum()), n - .5)
 
 def read_lengths(path: str | Path, outputs: str | Path | None = None, below: int | None = None) -> Lengths:
-    """Lengths of a file that `read_trace` takes; or of two histograms (CSV: bin_lo_tokens, bin_hi_tokens, probability), of inputs and of `outputs`.
+    """Lengths of a file that `read_trace` takes; or of two histograms, of inputs and of `outputs`, which are drawn independently.
 
-    below: leave out what has as many tokens or more, input and output together. Raises ConfigError.
+    A histogram is a CSV file with the columns bin_lo_tokens, bin_hi_tokens and probability. below: leave out what has as many tokens
+    or more, input and output together. Raises ConfigError.
     """
     path = Path(path)
     if outputs is not None: return Quantiles(_histogram(path), _histogram(Path(outputs)), below=below, name=path.stem)
     found = _read(path, None)
     i, o = np.array(found.inputs), np.array(found.outputs)
-    if min(i.min(), o.min()) < 1 or max(i.max(), o.max()) > _MASK:
-        raise ConfigError(f'{path} has lengths from {min(i.min(), o.min())} to {max(i.max(), o.max())}: each is at least 1, and below 2**31')
+    low, high = min(i.min(), o.min()), max(i.max(), o.max())
+    if low < 1 or high > _MASK: raise ConfigError(f'{path} has lengths from {low} to {high}; they are at least 1 and below 2**31')
     kept = i + o < (below or math.inf)
     if not kept.any(): raise ConfigError(f'{path}: none of {len(i)} requests has fewer than {below} tokens, input and output together')
     return Recorded(i[kept].astype(np.int32), o[kept].astype(np.int32), path.stem)
 
-# %% ../../nbs/23_workloads.ipynb #df4f1257
+# %% ../../nbs/23_workloads.ipynb #e5eb9ac9
 def _drawn(name: str, lengths: Lengths, arrivals: np.ndarray, seed: int, sampling: Mapping[str, Any] | None) -> Workload:
     inputs, outputs = lengths(np.random.default_rng((seed, 1)), len(arrivals))
     return Workload(name, arrivals, Prompts(inputs, seed=seed), outputs, sampling or {})
@@ -370,16 +389,18 @@ def poisson_workload(lengths: Lengths, rate: float, num_requests: int | None = N
     Lengths depend on the seed and not on the rate. Their prompts share nothing: see `with_prefix`. Raises ConfigError.
     """
     _check_rate(rate)
-    if (num_requests is None) == (duration is None): raise ConfigError('a workload is so many requests or so many seconds: give num_requests or duration')
-    if not 0 < (size := num_requests if duration is None else duration) < math.inf: raise ConfigError(f'{size} requests or seconds: it is positive')
+    if (num_requests is None) == (duration is None): raise ConfigError('so many requests or so many seconds: give num_requests or duration')
+    size, unit = (num_requests, 'requests') if duration is None else (duration, 'seconds')
+    if not 0 < size < math.inf: raise ConfigError(f'{size} {unit}: it is a positive number')
     rng = np.random.default_rng((seed, 0))
     if duration is None: arrivals = np.cumsum(rng.exponential(1 / rate, num_requests))
     else: arrivals = np.sort(rng.random(rng.poisson(rate * duration)) * duration)
     if not len(arrivals): raise ConfigError(f'nobody comes in {duration} seconds at {rate} requests a second (seed {seed}): take longer')
     return _drawn(name or f'{getattr(lengths, "name", "drawn")} at {rate:g} requests/s', lengths, arrivals, seed, sampling)
 
-# %% ../../nbs/23_workloads.ipynb #4ee58495
-def artifact_trace(lengths: Lengths, rate: float, duration: float = 3600.0, seed: int = 0, sampling: Mapping[str, Any] | None = None) -> Workload:
+# %% ../../nbs/23_workloads.ipynb #84e85240
+def artifact_trace(lengths: Lengths, rate: float, duration: float = 3600.0, seed: int = 0,
+                   sampling: Mapping[str, Any] | None = None) -> Workload:
     """A trace as vLLM's artifact (SOSP 2023) makes it: Poisson counts per 10 ms; of `Recorded` lengths the first n, shuffled.
 
     Other lengths are drawn. NumPy's and Python's older generators with this seed, as there. Raises ConfigError.
@@ -394,10 +415,11 @@ def artifact_trace(lengths: Lengths, rate: float, duration: float = 3600.0, seed
     ordered = (lambda rng, n: tuple(x[order] for x in lengths.first(n))) if isinstance(lengths, Recorded) else lengths
     return _drawn(f'{getattr(lengths, "name", "drawn")} at {rate:g} requests/s, as the artifact', ordered, arrivals, seed, sampling)
 
-# %% ../../nbs/23_workloads.ipynb #25e0f427
+# %% ../../nbs/23_workloads.ipynb #06a466b5
 def best_hit_rate(workload: Workload) -> float:
-    """The share of prompt tokens that a prefix cache could find at best, with a pool that never forgets: of each prompt the longest beginning
-    that an earlier one has too. An engine stays a little below: it finds whole blocks, and computes at least one token of each prompt.
+    """The share of prompt tokens that a prefix cache could find at best: of each prompt the longest beginning that an earlier one has too.
+
+    It takes a pool that never forgets. An engine stays a little below: it finds whole blocks, and computes a token of each prompt.
     """
     prompts, tree, hits = workload.prompts, {}, 0
     for i in range(len(prompts)):
