@@ -17,11 +17,15 @@ _homes = {
     'scheduling.policies': 'Policy policies register_policy',
     'scheduling.scheduler': 'Scheduler',
     'scheduling.engine': 'Engine ScriptedExecutor',
+    'scheduling.cost_model': 'CostModel Roofline',
+    'scheduling.workloads': 'Workload',
+    'scheduling.simulator': 'System simulate',
     'compute.runner': 'ModelRunner',
     'compute.cuda_graphs': 'GraphRunner',
     'serving.llm': 'LLM RequestOutput CompletionOutput Score',
     'figures.batch': 'plot_batch',
     'figures.sharing': 'plot_sharing',
+    'figures.usage': 'plot_usage plot_waste plot_latency',
 }
 _home = {name: module for module, names in _homes.items() for name in names.split()}
 __all__ = sorted(_home)

@@ -167,7 +167,7 @@ class Engine:
         self.trace.event(kind, request.request_id, seq_id, detail, self.now)
         if self._listener: self._listener(kind, what, detail)
 
-# %% ../../nbs/21_engine.ipynb #f191222f
+# %% ../../nbs/21_engine.ipynb #f63be3ba
 class hold_interrupts:
     "Context manager: a Ctrl-C inside the block is raised at its end, a second one at once. Main thread only; nested, the outermost counts."
     _holds = False                      # whether one is at work: handlers are slow to change, and a simulation does little else in a step
@@ -176,8 +176,9 @@ class hold_interrupts:
         self._old = None
         if hold_interrupts._holds or threading.current_thread() is not threading.main_thread(): return
         if callable(old := signal.getsignal(signal.SIGINT)):
-            self._caught, self._old, hold_interrupts._holds = [], old, True
+            self._caught, self._old = [], old
             signal.signal(signal.SIGINT, self._catch)
+            hold_interrupts._holds = True
 
     def _catch(self, *args) -> None:
         self._caught.append(args)

@@ -128,7 +128,7 @@ def add(self: Scheduler, request: Request) -> list[Sequence]:
 def _event(self: Scheduler, kind: str, what: Sequence | Request, detail: str = '') -> None:
     if self.on_event: self.on_event(kind, what, detail)
 
-# %% ../../nbs/20_scheduler.ipynb #2c97576a
+# %% ../../nbs/20_scheduler.ipynb #d40e7918
 @patch
 def _checked(self: Scheduler, request: Request) -> int:
     "Tokens at which its sequences end at the latest. Raises what `add` raises."
@@ -144,6 +144,7 @@ def _checked(self: Scheduler, request: Request) -> int:
     max_len = self.max_model_len if p.max_tokens is None else min(self.max_model_len, length + p.max_tokens)
     needed = self.memory.needed(self._at_once(length), n, None if p.max_tokens is None else length + p.max_tokens)      # as `admit` will count
     if needed > self.memory.num_blocks: raise RequestTooLargeError(name, needed, self.memory.num_blocks)
+    self.policy.check(self, request)
     return max_len
 
 @patch
@@ -151,7 +152,7 @@ def _at_once(self: Scheduler, num_tokens: int) -> int:
     "Of so many tokens, those that must be in memory at the same time: a window and a chunk, where there is a window."
     return min(num_tokens, self.window + self.max_num_batched_tokens) if self.window else num_tokens
 
-# %% ../../nbs/20_scheduler.ipynb #49c0bfc9
+# %% ../../nbs/20_scheduler.ipynb #314965ba
 @patch(as_prop=True)
 def num_waiting(self: Scheduler) -> int: return len(self._waiting) - self._num_swapped
 @patch(as_prop=True)
@@ -172,6 +173,10 @@ def running_groups(self: Scheduler) -> list[Group]:
 def _idle(self: Scheduler) -> np.ndarray:
     "The rows that run and are in no plan in flight."
     return self._running[~self.rows.busy[self._running]] if self._flights else self._running
+@patch
+def _may_free(self: Scheduler) -> bool:
+    "Whether a commit that is to come may change anything: somebody is being computed, or blocks are pinned until then."
+    return bool(self._pinned) or any(len(f.rows) for f in self._flights)
 @patch
 def _idle_groups(self: Scheduler) -> list[Group]:
     "Of these, those of whom no sequence is in a plan in flight."
@@ -285,7 +290,7 @@ def _join(self: Scheduler, group: Group, left: int, draft: _Draft) -> int:
     self._line_up([s.row for s in seqs])
     return left
 
-# %% ../../nbs/20_scheduler.ipynb #a842ae3b
+# %% ../../nbs/20_scheduler.ipynb #db702c15
 @patch
 def _admit(self: Scheduler, left: int, draft: _Draft) -> int:
     "Ask people in from the head of the line; `left` tokens of budget. Returns what is left then."
@@ -295,11 +300,16 @@ def _admit(self: Scheduler, left: int, draft: _Draft) -> int:
         live, swapped = group.live, group.status == Status.SWAPPED
         if not swapped and self._awaits(group): at += 1; continue           # it will find what is being computed
         if left < self._least(group): why = 'budget'; break
-        if not swapped and not self.policy.may_start(self, group): why = 'policy'; break
+        head = at
+        if not swapped and not self.policy.may_start(self, group):                  # perhaps because somebody is swapped out, who may come back
+            at = next((i for i, g in enumerate(self._waiting) if g.status == Status.SWAPPED), None)
+            if at is None or left < self._least(group := self._waiting[at]): why, at = 'policy', head; break
+            live, swapped = group.live, True
         if len(live) > min(self.num_seats - self._seats, self.max_num_seqs - draft.seqs): why = 'seats'
         elif not (self._swap_in if swapped else self._start)(group, draft): why = 'memory'
         else:
             del self._waiting[at]
+            at = head
             self._seats += len(live)
             draft.seqs += len(live)
             if not swapped: self.policy.started(group)
@@ -324,7 +334,7 @@ def _awaits(self: Scheduler, group: Group) -> bool:
     leader = group.at_work[0]
     return self.memory.awaits(leader, self._at_once(leader.num_tokens))
 
-# %% ../../nbs/20_scheduler.ipynb #0bf374c6
+# %% ../../nbs/20_scheduler.ipynb #4a7be21e
 @patch
 def _displace(self: Scheduler, group: Group, draft: _Draft) -> int | None:
     "Throw out the last of those who run, if it may be done for `group`: the budget that it had in this plan."
@@ -333,7 +343,7 @@ def _displace(self: Scheduler, group: Group, draft: _Draft) -> int | None:
     if victim is None or victim.key < group.key or not self.policy.may_displace(group, victim): return None
     rows = [s.row for s in victim.holding if a.alive[s.row]]
     back = int((a.planned[rows] - a.num_computed_tokens[rows]).sum())
-    draft.seqs -= len(rows)
+    draft.seqs -= int(np.count_nonzero(a.planned[rows] > a.num_computed_tokens[rows]))
     self._preempt(victim, draft)
     return back
 
@@ -406,7 +416,7 @@ def _assemble(self: Scheduler, draft: _Draft) -> Plan:
     self._new, self._forget = [], []
     return Plan(iteration, a.seq_id[rows], starts, stops, due=a.seq_id[due_rows], due_chunks=due_chunks, **self._tables(draft, len(rows)), **more)
 
-# %% ../../nbs/20_scheduler.ipynb #fd66e0e4
+# %% ../../nbs/20_scheduler.ipynb #3b9a3622
 @patch
 def plan(self: Scheduler) -> Plan:
     """What the next iteration computes. An empty plan (no chunks) means that there is nothing to compute.
@@ -416,17 +426,8 @@ def plan(self: Scheduler) -> Plan:
     if len(self._flights) == self.in_flight:
         raise SchedulerError(f'plan() without a commit() before: in_flight={self.in_flight}, and so many plans are in flight')
     a, draft, budget, running = self.rows, _Draft(), self.max_num_batched_tokens, self._idle()
-    if self.in_flight > 1: running = self._first_of(running)
-    draft.seqs = len(running)
-    starts = a.num_computed_tokens[running]
-    wants = (np.minimum(a.num_tokens[running], a.limit[running]) if self._leaders else a.num_tokens[running]) - starts
-    if np.add.reduce(wants) > budget:
-        open_door = bool(self._waiting) and self._seats < self.num_seats and self.policy.may_admit(self)
-        wants, draft.shared = share(wants, budget, open_door), True
-    stops = starts + wants
-    a.planned[running] = stops
-    short = running[stops > self.memory.writable[running]]
-    if len(short): self._make_room(short, draft)
+    if self.in_flight == 1: self._go_on(running, budget, draft)
+    else: self._go_on_by_turns(running, budget, draft)
     if self._waiting and not draft.preempted and self.policy.may_admit(self):
         used = self._idle()
         left = self._admit(budget - int((a.planned[used] - a.num_computed_tokens[used]).sum()), draft)
@@ -435,11 +436,26 @@ def plan(self: Scheduler) -> Plan:
     return self._assemble(draft)
 
 @patch
+def _go_on(self: Scheduler, running: np.ndarray, budget: int, draft: _Draft) -> None:
+    "Chunks for rows that run, within the budget, and room for them."
+    a = self.rows
+    starts = a.num_computed_tokens[running]
+    wants = (np.minimum(a.num_tokens[running], a.limit[running]) if self._leaders else a.num_tokens[running]) - starts
+    if np.add.reduce(wants) > budget:
+        open_door = bool(self._waiting) and self._seats < self.num_seats and self.policy.may_admit(self)
+        wants, draft.shared = share(wants, budget, open_door), True
+    stops = starts + wants
+    a.planned[running] = stops
+    draft.seqs += len(running)
+    short = running[stops > self.memory.writable[running]]
+    if len(short): self._make_room(short, draft)
+
+@patch
 def _check_deadlock(self: Scheduler, draft: _Draft) -> None:
     "Raises DeadlockError when no later iteration can differ from this one."
-    if self._flights or self._ended or draft.preempted: return
+    if self._may_free() or self._ended or draft.preempted: return
     n, blocks = len(self._running), f'{self.memory.num_free_blocks} of {self.memory.num_blocks} blocks are free'
-    if draft.stalled and draft.stalled == n:
+    if draft.stalled and not draft.swap_ins and not (self.rows.planned[self._running] > self.rows.num_computed_tokens[self._running]).any():
         raise DeadlockError(f'deadlock: all {n} running sequences need another block, {blocks}, and policy {self.policy.name!r} throws nobody '
                             f'out: let requests in with a reservation (policy "orca"), or preempt ("continuous"), or abort one')
     if self._waiting and not n: raise DeadlockError(f'deadlock: {len(self._waiting)} requests wait, nobody runs, and {blocks}')
@@ -492,12 +508,12 @@ def _release(self: Scheduler, seq: Sequence) -> None:
     self.rows.seq[row], seq.row = None, -1
     self.rows.give_back(row)
 
-# %% ../../nbs/20_scheduler.ipynb #3a791985
+# %% ../../nbs/20_scheduler.ipynb #92792d89
 @patch
 def _drop_ended(self: Scheduler) -> None:
     "Whoever is not alive runs no more; when nobody does, what the policy held is given back."
     self._running = self._running[self.rows.alive[self._running]]
-    if self._held and not len(self._running) and not self._flights: self._release_held()
+    if self._held and not len(self._running): self._release_held()
 
 @patch
 def _release_held(self: Scheduler) -> bool:
@@ -573,12 +589,12 @@ def _top_up(self: Scheduler, left: int) -> None:
             a.planned[r] += more
             left -= more
 
-# %% ../../nbs/20_scheduler.ipynb #efd3d83f
+# %% ../../nbs/20_scheduler.ipynb #be3e7d55
 @patch
 def _plan_forks(self: Scheduler) -> list[tuple[Sequence, Sequence]]:
     "Leaders whose prompt is complete after this plan, with the samples to fork from them."
     a = self.rows
-    return [(self.rows.seq[r], child) for r, g in self._leaders.items() if a.place[r] >= 0 and a.planned[r] == a.limit[r]
+    return [(self.rows.seq[r], child) for r, g in self._leaders.items() if a.alive[r] and a.place[r] >= 0 and a.planned[r] == a.limit[r]
             for child in g.unforked]
 
 @patch
@@ -703,7 +719,7 @@ def _preempt(self: Scheduler, group: Group, draft: _Draft) -> None:
     insort(self._waiting, group, key=lambda g: g.key)
     self._event('preempt', seqs[0], 'swap' if swap else 'recompute')
 
-# %% ../../nbs/20_scheduler.ipynb #3b5529ee
+# %% ../../nbs/20_scheduler.ipynb #5a5d326f
 @patch
 def _make_room_for(self: Scheduler, group: Group, seqs: list[Sequence], draft: _Draft) -> None:
     "Extend some sequences of one group at the cost of others; at its own cost when nobody else is left."
@@ -715,7 +731,7 @@ def _make_room_for(self: Scheduler, group: Group, seqs: list[Sequence], draft: _
         running = self._idle_groups()
         victim = self.policy.victim(running) if len(running) > 1 else None
         if victim is not None: self._preempt(victim, draft)
-        elif len(running) > 1 or self._flights: return self._stall(seqs, draft)         # the others may end, and give blocks back
+        elif len(running) > 1 or self._may_free(): return self._stall(seqs, draft)      # the others may end, and give blocks back
         elif self._release_held(): pass
         elif group.search:
             for s in group.holding: draft.grants.pop(s.row, None)
@@ -731,10 +747,11 @@ def _make_room_for(self: Scheduler, group: Group, seqs: list[Sequence], draft: _
 
 @patch
 def _stall(self: Scheduler, seqs: list[Sequence], draft: _Draft) -> None:
-    "They compute nothing in this iteration, and ask again in the next."
-    rows = [s.row for s in seqs]
-    self.rows.planned[rows] = self.rows.num_computed_tokens[rows]
-    draft.stalled += len(rows)
+    "Whoever finds room on his own goes on; the others compute nothing in this iteration, and ask again in the next."
+    a = self.rows
+    for s in seqs:
+        if len(seqs) > 1 and (grants := self.memory.extend([(s, int(a.planned[s.row]))])): self._grant(s.row, grants[0], draft)
+        else: a.planned[s.row], draft.stalled = a.num_computed_tokens[s.row], draft.stalled + 1
 
 # %% ../../nbs/20_scheduler.ipynb #923efa12
 @patch
@@ -829,10 +846,15 @@ def fail(self: Scheduler) -> None:
     self._release_pinned()
     for g in groups: self.abort(g.request.request_id, 'error')
 
-# %% ../../nbs/20_scheduler.ipynb #635bbb9d
+# %% ../../nbs/20_scheduler.ipynb #f44235d1
 @patch
-def _first_of(self: Scheduler, rows: np.ndarray) -> np.ndarray:
-    "As many of these as one plan takes; the others compute nothing in it."
-    rest = rows[self.max_num_seqs:]
-    self.rows.planned[rest] = self.rows.num_computed_tokens[rest]
-    return rows[:self.max_num_seqs]
+def _go_on_by_turns(self: Scheduler, running: np.ndarray, budget: int, draft: _Draft) -> None:
+    "As many as one plan takes, in order; the next in line takes the place of whoever needs memory that is not there."
+    a = self.rows
+    a.planned[running] = starts = a.num_computed_tokens[running]
+    line = running[np.minimum(a.num_tokens[running], a.limit[running]) > starts]
+    while len(line) and (n := min(self.max_num_seqs - draft.seqs, budget)) and not draft.preempted:
+        stalled, some, line = draft.stalled, line[:n], line[n:]
+        self._go_on(some, budget, draft)
+        draft.seqs -= draft.stalled - stalled
+        budget -= int((a.planned[some] - a.num_computed_tokens[some]).sum())
