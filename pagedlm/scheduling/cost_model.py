@@ -144,7 +144,7 @@ def pcie_moves(model: Model, gpu: Gpu, num_gpus: int = 1, pp: int = 1) -> Moves:
     size, copies = model.kv_bytes / num_gpus, 2 * model.num_layers / pp
     return Moves(2 * size / gpu.bandwidth, size / 13.1e9, copies * 1.93e-6, size / 12.3e9, copies * 3.3e-6)
 
-# %% ../../nbs/22_cost_model.ipynb #b1b9fb01
+# %% ../../nbs/22_cost_model.ipynb #5e594b11
 PAGED_KV_SLOWDOWN = 1.2
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class Roofline:
 
     tp, pp: GPUs that share each layer, and stages that share the layers. e_w, e_c, e_kv: shares of the data sheet's bandwidth,
     FLOP/s and bandwidth that reading weights, computing and reading KV reach. c0, c1: the host's seconds per step and per
-    sequence, guessed for vLLM of 2023. kv_slowdown: how much longer attention takes over blocks than over spans: 1 for
+    sequence, as fitted to vLLM of 2023 (OPT-13B; see notebook 61). kv_slowdown: how much longer attention takes over blocks than over spans: 1 for
     FasterTransformer and Orca, PAGED_KV_SLOWDOWN for vLLM's kernels of 2023 (1.19 to 1.26 measured).
     latency: seconds of an all-reduce or a hand-over, however small. hop_bandwidth: bytes/s from stage to stage. Raises ConfigError.
     """
@@ -161,10 +161,10 @@ class Roofline:
     gpu: Gpu | str
     tp: int = 1
     pp: int = 1
-    e_w: float = 0.76
+    e_w: float = 0.73
     e_c: float = 0.64
     e_kv: float = 0.75
-    c0: float = 5e-3
+    c0: float = 4e-3
     c1: float = 0.28e-3
     kv_slowdown: float = 1.0
     latency: float = 15e-6
