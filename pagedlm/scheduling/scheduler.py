@@ -334,12 +334,14 @@ def _awaits(self: Scheduler, group: Group) -> bool:
     leader = group.at_work[0]
     return self.memory.awaits(leader, self._at_once(leader.num_tokens))
 
-# %% ../../nbs/20_scheduler.ipynb #4a7be21e
+# %% ../../nbs/20_scheduler.ipynb #4d5c043e
 @patch
 def _displace(self: Scheduler, group: Group, draft: _Draft) -> int | None:
     "Throw out the last of those who run, if it may be done for `group`: the budget that it had in this plan."
+    a = self.rows
+    if not len(self._running) or a.key[self._running[-1]] < group.key: return None            # nobody stands behind it
     if not (running := self._idle_groups()): return None
-    victim, a = self.policy.victim(running), self.rows
+    victim = self.policy.victim(running)
     if victim is None or victim.key < group.key or not self.policy.may_displace(group, victim): return None
     rows = [s.row for s in victim.holding if a.alive[s.row]]
     back = int((a.planned[rows] - a.num_computed_tokens[rows]).sum())
@@ -377,7 +379,7 @@ def _tables(self: Scheduler, draft: _Draft, num_chunks: int) -> dict[str, np.nda
     if copies := [c for _, g in placed for c in g.copies]: columns['copies'] = np.array(copies, np.int64)
     return columns
 
-# %% ../../nbs/20_scheduler.ipynb #f05031cc
+# %% ../../nbs/20_scheduler.ipynb #9f68adbc
 @patch
 def _assemble(self: Scheduler, draft: _Draft) -> Plan:
     "The plan from the columns, and what its commit has to know."
@@ -389,9 +391,8 @@ def _assemble(self: Scheduler, draft: _Draft) -> Plan:
     due_chunks = (stops == a.num_tokens[rows]).nonzero()[0]
     if self._scored: due_chunks = np.array([i for i in due_chunks.tolist() if int(rows[i]) not in self._scored], np.int64)
     due_rows, forks, more = rows[due_chunks], [], {}
-    if self._pending or draft.grants or len(draft.grown) or self._leaders:
-        a.place[self._running] = -1
-        a.place[rows] = np.arange(len(rows))
+    if self._pending or self._leaders: a.place[self._running] = -1
+    if self._pending or draft.grants or len(draft.grown) or self._leaders: a.place[rows] = np.arange(len(rows))
     if self._leaders and (forks := self._plan_forks()):
         first = [(c.row, int(a.place[p.row])) for p, c in forks if c.num_tokens == c.prompt_len]
         due_rows = np.concatenate([due_rows, np.array([r for r, _ in first], np.int64)])

@@ -76,7 +76,7 @@ def engine(self: System, cost: Cost, num_blocks: int, block_size: int = 16, max_
     if isinstance(cost, Roofline): cost = replace(cost, kv_slowdown=self.kv_slowdown, c0=self.host * cost.c0, c1=self.host * cost.c1)
     return Engine(scheduler, CostModel(cost, block_size, beam_script), trace, clock=None)
 
-# %% ../../nbs/24_simulator.ipynb #60f87a41
+# %% ../../nbs/24_simulator.ipynb #99e8c355
 KINDS = 'used', 'reserved', 'internal', 'external', 'cached', 'free'
 
 class Counts:
@@ -108,7 +108,12 @@ class Counts:
         self.batch[0] += 1
         self.batch[1] += running
         u, slots = s.memory.usage(), self.slots
-        for i, n in enumerate((u.used, u.reserved, u.internal, u.external, u.cached, u.free)): slots[i] += seconds * n
+        slots[0] += seconds * u.used
+        slots[2] += seconds * u.internal
+        slots[5] += seconds * u.free
+        if u.reserved: slots[1] += seconds * u.reserved
+        if u.external: slots[3] += seconds * u.external
+        if u.cached: slots[4] += seconds * u.cached
         if self.shares and (held := s.memory.num_blocks - s.memory.num_free_blocks) and s.memory.on_demand:
             self.logical += seconds * sum(s.memory.allocator.ref_counts) / held
             self.physical += seconds
@@ -150,7 +155,7 @@ def report(self: Counts) -> dict[str, Any]:
         requests_per_s=int(ended.sum()) / (seconds or 1), output_tokens_per_s=self.output_tokens / (seconds or 1),
         hit_rate=self.hits / max(1, int(self.workload.prompt_lens[ended].sum())), **share)
 
-# %% ../../nbs/24_simulator.ipynb #2b65a3c1
+# %% ../../nbs/24_simulator.ipynb #8971b31f
 def _arriving(workload: Workload) -> Iterator[Request]:
     "The requests in order of arrival, made when they are asked for."
     made: dict[int, SamplingParams] = {}
@@ -177,7 +182,7 @@ def drive(engine: Engine, workload: Workload, counts: Counts, on_step: Callable[
                     except InvalidRequestError: counts.refused += 1
                     request = next(coming, None)
                 start = engine.now
-                counts.step(engine, outputs := engine.step(), start)
+                counts.step(engine, outputs := engine._step(), start)                   # `step` would hold interrupts back once more
                 if on_step: on_step(engine, outputs)
 
 def simulate(system: str | System | Policy | type[Policy], workload: Workload, cost: Cost, num_blocks: int, *, block_size: int = 16,
