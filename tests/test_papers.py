@@ -16,7 +16,7 @@ import papers  # noqa: E402
 here = pytest.mark.skipif('PAGEDLM_PAPERS' not in os.environ, reason='PAGEDLM_PAPERS is not set: the papers\' lengths are not part of this project')
 FITTED = papers.FITTED
 FIG2 = {'OrcaMax': (20.4, 13.3, 57.3, 8.9), 'OrcaPow2': (26.8, 17.9, 13.6, 41.6), 'OrcaOracle': (38.2, 25.2, 0, 36.6), 'vLLM': (96.3, 0, 0, 3.7)}
-FIG13 = {('ShareGPT', 2.0): dict(OrcaMax=7.00, OrcaPow2=9.81, OrcaOracle=13.62, vLLM=30.42), ('Alpaca', 30.0): dict(OrcaMax=7.00, OrcaPow2=43.24, OrcaOracle=72.75)}
+FIG13 = {('ShareGPT', 2.0): dict(OrcaMax=7.00, OrcaPow2=9.81, OrcaOracle=13.62, vLLM=30.42), ('Alpaca', 30.0): dict(OrcaPow2=43.24, OrcaOracle=72.75, vLLM=132.44)}          # Max is 7.00 there too, and slow
 
 
 @here
@@ -26,15 +26,14 @@ def test_fig2_within_a_point(system):
     rest = m['external'] + m['cached'] + m['free']
     got = m['used'], m['reserved'], m['internal'], rest
     if system in ('OrcaOracle', 'vLLM'): got = *got[:2], 0, rest + m['internal']            # no guess: what is left of last blocks is rounding
-    assert all(abs(a - b) <= 1.2 for a, b in zip(got, FIG2[system])), (got, FIG2[system])
+    assert all(abs(a - b) <= 1 for a, b in zip(got, FIG2[system])), (got, FIG2[system])
 
 
 @here
 @pytest.mark.parametrize('data, rate, system', [(d, r, s) for (d, r), row in FIG13.items() for s in row])
 def test_fig13(data, rate, system):
-    duration = 1500 if data == 'ShareGPT' else 400
-    got = papers.point(FITTED, '13B', data, system, rate, duration, window=(100, duration))['mean_running']
-    assert abs(got / FIG13[data, rate][system] - 1) < (.12 if system == 'vLLM' else .06), got
+    got = papers.fig13(FITTED, data, rate, system)['mean_running']
+    assert abs(got / FIG13[data, rate][system] - 1) < (.12 if system == 'vLLM' else .03), got
 
 
 # the direction of everything else, with lengths like theirs

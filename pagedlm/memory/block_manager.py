@@ -191,7 +191,7 @@ def append(self: BlockManager, rows: np.ndarray, uptos: np.ndarray) -> np.ndarra
     self.writable[rows] = room
     return np.array(blocks)
 
-# %% ../../nbs/14_block_manager.ipynb #b4d7c45b
+# %% ../../nbs/14_block_manager.ipynb #f06060c3
 @patch
 def fork(self: BlockManager, parent: Sequence, child: Sequence) -> Grant | None:
     """The child's table becomes the parent's: every block is shared, and neither writes again before `extend`.
@@ -221,12 +221,9 @@ def free(self: BlockManager, seq: Sequence) -> None:
 
 @patch
 def _release(self: BlockManager, table: BlockTable, computed: int) -> None:
-    size, first, held = self.block_size, table.released, table.blocks[table.released:]
-    freed = self.allocator.free_many(held[::-1])
-    if len(freed) == len(held): self._used -= max(0, computed - first * size)
-    elif freed:                                             # others hold the rest of them
-        at = dict(zip(held, range(first, first + len(held))))
-        self._used -= sum(min(size, max(0, computed - at[b] * size)) for b in freed)
+    full, rest = divmod(computed, self.block_size)
+    for i in range(len(table) - 1, table.released - 1, -1):
+        if self.allocator.free(table.blocks[i]) and i <= full: self._used -= self.block_size if i < full else rest
 
 # %% ../../nbs/14_block_manager.ipynb #89c53752
 @patch
