@@ -188,7 +188,7 @@ def orca(fitted, name, assumed):
     "The curve, and the most requests per second at 190 ms a token, and at twice the time of an iteration alone."
     more = ASSUMED[assumed]
     alone = orca_cost(more.get('slow', False), False, name.startswith('ft')).seconds(Work(1, 1, 300))
-    rates = np.geomspace(.02, .8, 16) if name.startswith('ft') else np.geomspace(.3, 40, 22)
+    rates = np.geomspace(.02, 3, 22) if name.startswith('ft') else np.geomspace(.3, 40, 22)
     points = []
     for rate in rates.tolist():
         points.append(orca_point(name, rate, num_requests=120 if name.startswith('ft') else 600, **more))

@@ -208,7 +208,7 @@ def abort(self: Engine, request_id: str) -> bool:
     "End a request at any moment, also while an iteration is executed; False when there is no such request."
     with hold_interrupts(): return self.scheduler.abort(request_id)
 
-# %% ../../nbs/21_engine.ipynb #184c57f9
+# %% ../../nbs/21_engine.ipynb #30b3f8d2
 @patch
 def step(self: Engine) -> Outputs:
     """Run one iteration. A Ctrl-C is raised after it. When the executor fails, everything that was running ends with "error"
@@ -256,6 +256,7 @@ def _execute(self: Engine, plan: Plan) -> StepResult:
 @patch
 def _through(self: Engine, seconds: float) -> float:
     "When an iteration that starts now and takes so long in all has passed through all stages, each of which does one thing at a time."
+    if len(self._stages) == 1: return self._elapsed + seconds
     at, part = self._elapsed, seconds / len(self._stages)
     for i, free in enumerate(self._stages): self._stages[i] = at = max(at, free) + part
     return at

@@ -523,7 +523,7 @@ def _release_held(self: Scheduler) -> bool:
     self._seats -= len(held)
     return bool(held)
 
-# %% ../../nbs/20_scheduler.ipynb #ebef6b23
+# %% ../../nbs/20_scheduler.ipynb #6f2372fe
 @patch
 def commit(self: Scheduler, plan: Plan, result: StepResult) -> Outputs:
     """Apply what the executor answered to `plan`. Raises SchedulerError when it answers something else.
@@ -550,7 +550,8 @@ def commit(self: Scheduler, plan: Plan, result: StepResult) -> Outputs:
     n = a.num_tokens[due]
     a.tokens[due, n] = tokens
     a.num_tokens[due] = n = n + 1
-    stopped = (tokens == a.eos[due]) & (n > a.min_len[due])
+    stopped = tokens == a.eos[due]
+    if np.count_nonzero(stopped): stopped &= n > a.min_len[due]
     for i in a.more_stops[due].nonzero()[0].tolist(): stopped[i] = self._is_stop(int(due[i]), int(tokens[i]))
     ended = (stopped | (n >= a.stop_len[due])).nonzero()[0].tolist()
     seqs = a.seq[due].tolist()
