@@ -2,6 +2,7 @@
 import configparser
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ SETTINGS = _config['DEFAULT']
 
 
 def pytest_configure(config):
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)      # as under nohup; some tests press Ctrl-C
     # read by torch and its libraries when they load, here and in every notebook's own process
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     os.environ.setdefault('OMP_NUM_THREADS', str(cores))
