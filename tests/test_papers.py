@@ -54,7 +54,7 @@ def test_fig12_each_system_serves_more_than_the_one_before():
 def test_fig14_15_wider_saves_more(kind):
     found = []
     for n in (2, 6):
-        w = poisson_workload(alpaca_like, rate=6, duration=25, sampling=dict(n=n) if kind == 'parallel' else dict(n=n, beam_width=n))
+        w = poisson_workload(alpaca_like, rate=6, duration=25, sampling=papers.sampling_of(kind, n))
         ours, theirs = (simulate(s, w, COST, 983, swap_blocks=1638) for s in ('vllm', 'orca-oracle'))
         found.append((ours['block_savings'], ours['mean_normalized_latency'] / theirs['mean_normalized_latency']))
     (few, slow), (many, quick) = found

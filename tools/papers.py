@@ -18,6 +18,7 @@ import numpy as np
 from pagedlm.scheduling.cost_model import Roofline, SyntheticBeams, Work, find, models
 from pagedlm.scheduling.simulator import System, simulate, systems
 from pagedlm.scheduling.workloads import Uniform, artifact_trace, poisson_workload, read_lengths, read_trace
+from pagedlm.serving.bench import write
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT/'nbs/results/61_papers.json'
@@ -124,15 +125,15 @@ def fig13(fitted, data, rate, system):
 
 def fig12(fitted, setup, data, system): return curve(fitted, setup, data, system)
 
+def sampling_of(kind, width): return dict(n=width) if kind == 'parallel' else dict(beam_width=width, n=width)
+
 def fig14(fitted, kind, width, system):
-    sampling = dict(n=width) if kind == 'parallel' else dict(beam_width=width, n=width)
-    return curve(fitted, '13B', 'Alpaca', system, duration=300, sampling=sampling)
+    return curve(fitted, '13B', 'Alpaca', system, duration=300, sampling=sampling_of(kind, width))
 
 def fig15(fitted, data, kind, width, certain=0.0):
     "certain: share of steps in which a model that repeats itself is all but sure of the next token."
-    sampling = dict(n=width) if kind == 'parallel' else dict(beam_width=width, n=width)
     rate = 20 if data == 'Alpaca' else 2
-    r = point(fitted, '13B', data, 'vLLM', rate, 600, sampling, window=(200, 600), beam_script=SyntheticBeams(certain=certain))
+    r = point(fitted, '13B', data, 'vLLM', rate, 600, sampling_of(kind, width), window=(200, 600), beam_script=SyntheticBeams(certain=certain))
     return {k: r[k] for k in ('block_savings', 'mean_running', 'mean_normalized_latency')}
 
 def translation(prefix: int):
@@ -242,7 +243,7 @@ def main() -> None:
         report |= dict(date=str(date.today()), command='python tools/papers.py', fitted=FITTED, fixed=FIXED, durations={k: v['duration'] for k, v in SETUPS.items()})
         report[name] = dict(sorted((key, result) for _, key, result in done))
         report.setdefault('seconds', {})[name] = round(time.perf_counter() - start)
-        OUT.write_text(json.dumps(report, indent=1) + '\n')
+        write(report, OUT)
 
 
 if __name__ == '__main__': main()

@@ -208,7 +208,7 @@ def abort(self: Engine, request_id: str) -> bool:
     "End a request at any moment, also while an iteration is executed; False when there is no such request."
     with hold_interrupts(): return self.scheduler.abort(request_id)
 
-# %% ../../nbs/21_engine.ipynb #30b3f8d2
+# %% ../../nbs/21_engine.ipynb #a6f606d4
 @patch
 def step(self: Engine) -> Outputs:
     """Run one iteration. A Ctrl-C is raised after it. When the executor fails, everything that was running ends with "error"
@@ -229,6 +229,7 @@ def _step(self: Engine) -> Outputs:
                         planned - start + self.now - committing)
     return outputs
 
+# %% ../../nbs/21_engine.ipynb #eef6ff86
 @patch
 def _launch(self: Engine) -> None:
     "Plan and execute one iteration; its commit comes when it is the oldest in flight."
@@ -253,10 +254,10 @@ def _execute(self: Engine, plan: Plan) -> StepResult:
         raise SchedulerError(f'{len(plan.due)} sequences are due a token, and the executor answered with {len(result.tokens)}')
     return result
 
+# %% ../../nbs/21_engine.ipynb #9b66c4ea
 @patch
 def _through(self: Engine, seconds: float) -> float:
     "When an iteration that starts now and takes so long in all has passed through all stages, each of which does one thing at a time."
-    if len(self._stages) == 1: return self._elapsed + seconds
     at, part = self._elapsed, seconds / len(self._stages)
     for i, free in enumerate(self._stages): self._stages[i] = at = max(at, free) + part
     return at

@@ -58,17 +58,16 @@ def _check_options(policy: str | Policy, preemption: str, max_num_seqs: int, max
         raise ConfigError(f'max_num_batched_tokens={max_num_batched_tokens} is less than max_model_len={max_model_len}, and under this policy '
                           f'a prompt is computed in one iteration or not at all')
 
-# %% ../../nbs/20_scheduler.ipynb #56ca3006
+# %% ../../nbs/20_scheduler.ipynb #6693cce2
 class Scheduler:
     """Decides, iteration by iteration, which tokens of which sequences are computed (Orca section 3.1, vLLM section 4.5).
 
-    memory: any Memory (BlockManager, ContiguousMemory). max_num_seqs: sequences per iteration. max_num_batched_tokens: tokens per
-    iteration at most. max_model_len: longest prompt + output. policy: a name in `policies` or a Policy. preemption:
-    "recompute" (drop the KV), "swap" (move it to the memory's swap pool; recompute when that is full) or "auto" (swap
-    for requests of several samples, recompute for one). watermark: share of blocks that stay free when someone is let in.
-    eos_token_ids: end tokens of the model. window: tokens that the model's attention looks back at, None for all: blocks that it
-    has left behind are given back. on_event: called with (kind, sequence or request, detail). in_flight: plans that may be on their way at
-    the same time, as in a pipeline; no sequence is in two of them, and there are `max_num_seqs` seats for each.
+    memory: any Memory (BlockManager, ContiguousMemory). max_num_seqs, max_num_batched_tokens: sequences and tokens per iteration at most.
+    max_model_len: longest prompt + output. policy: a name in `policies` or a Policy. preemption: "recompute" (drop the KV), "swap" (move it
+    to the memory's swap pool; recompute when that is full) or "auto" (swap for requests of several samples, recompute for one). watermark:
+    share of blocks that stay free when someone is let in. eos_token_ids: end tokens of the model. window: tokens that the model's attention
+    looks back at, None for all: blocks that it has left behind are given back. on_event: called with (kind, sequence or request, detail).
+    in_flight: plans that may be on their way at the same time, as in a pipeline; no sequence is in two, and each has `max_num_seqs` seats.
 
     Each call of `plan` is answered by a call of `commit`, in the same order. Raises ConfigError.
     """
@@ -97,8 +96,7 @@ class Scheduler:
         self._scored: set[int] = set()                      # rows of those who want no token, only their prompt's log probabilities
         self._pinned: list[tuple[Sequence, int]] = []       # aborted while plans are in flight, and the last of these
         self._ended: list[Sequence] = []                    # ended without a token, to be told by the next commit
-        self._new: list[Sequence] = []                      # to be told to the executor, and:
-        self._forget: list[int] = []
+        self._new, self._forget = [], []                    # sequences and ids that the executor is to be told
         self._flights: deque[_Flight] = deque()
 
 # %% ../../nbs/20_scheduler.ipynb #bcf1687e
@@ -290,7 +288,7 @@ def _join(self: Scheduler, group: Group, left: int, draft: _Draft) -> int:
     self._line_up([s.row for s in seqs])
     return left
 
-# %% ../../nbs/20_scheduler.ipynb #db702c15
+# %% ../../nbs/20_scheduler.ipynb #37d33b87
 @patch
 def _admit(self: Scheduler, left: int, draft: _Draft) -> int:
     "Ask people in from the head of the line; `left` tokens of budget. Returns what is left then."
@@ -322,6 +320,7 @@ def _admit(self: Scheduler, left: int, draft: _Draft) -> int:
     self.policy.admission_ended(self, 'awaits' if at and why == 'empty' else why)
     return left
 
+# %% ../../nbs/20_scheduler.ipynb #afb5ac85
 @patch
 def _least(self: Scheduler, group: Group) -> int:
     "Tokens that it computes at least in the iteration that lets it in."
@@ -417,7 +416,7 @@ def _assemble(self: Scheduler, draft: _Draft) -> Plan:
     self._new, self._forget = [], []
     return Plan(iteration, a.seq_id[rows], starts, stops, due=a.seq_id[due_rows], due_chunks=due_chunks, **self._tables(draft, len(rows)), **more)
 
-# %% ../../nbs/20_scheduler.ipynb #3b9a3622
+# %% ../../nbs/20_scheduler.ipynb #d4bb11e5
 @patch
 def plan(self: Scheduler) -> Plan:
     """What the next iteration computes. An empty plan (no chunks) means that there is nothing to compute.
@@ -451,15 +450,17 @@ def _go_on(self: Scheduler, running: np.ndarray, budget: int, draft: _Draft) -> 
     short = running[stops > self.memory.writable[running]]
     if len(short): self._make_room(short, draft)
 
+# %% ../../nbs/20_scheduler.ipynb #16bc40eb
 @patch
 def _check_deadlock(self: Scheduler, draft: _Draft) -> None:
     "Raises DeadlockError when no later iteration can differ from this one."
-    if self._may_free() or self._ended or draft.preempted: return
-    n, blocks = len(self._running), f'{self.memory.num_free_blocks} of {self.memory.num_blocks} blocks are free'
-    if draft.stalled and not draft.swap_ins and not (self.rows.planned[self._running] > self.rows.num_computed_tokens[self._running]).any():
-        raise DeadlockError(f'deadlock: all {n} running sequences need another block, {blocks}, and policy {self.policy.name!r} throws nobody '
-                            f'out: let requests in with a reservation (policy "orca"), or preempt ("continuous"), or abort one')
-    if self._waiting and not n: raise DeadlockError(f'deadlock: {len(self._waiting)} requests wait, nobody runs, and {blocks}')
+    running, a, m = self._running, self.rows, self.memory
+    stuck = draft.stalled and not draft.swap_ins and not (a.planned[running] > a.num_computed_tokens[running]).any()
+    if len(running) and not stuck or self._may_free() or self._ended or draft.preempted: return
+    blocks = f'{m.num_free_blocks} of {m.num_blocks} blocks are free'
+    if stuck: raise DeadlockError(f'deadlock: all {len(running)} running sequences need another block, {blocks}, and policy {self.policy.name!r} '
+                                  f'throws nobody out: let requests in with a reservation (policy "orca"), or preempt ("continuous"), or abort one')
+    raise DeadlockError(f'deadlock: {len(self._waiting)} requests wait, nobody runs, and {blocks}')
 
 # %% ../../nbs/20_scheduler.ipynb #ab499b1d
 @patch

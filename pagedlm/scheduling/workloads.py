@@ -28,7 +28,7 @@ __all__ = ['Lengths', 'uniform', 'sharegpt_like', 'alpaca_like', 'known_lengths'
            'Uniform', 'Curve', 'Quantiles', 'read_trace', 'Recorded', 'read_lengths', 'poisson_workload',
            'artifact_trace', 'best_hit_rate']
 
-# %% ../../nbs/23_workloads.ipynb #16264a47
+# %% ../../nbs/23_workloads.ipynb #38410d95
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
     """Requests to serve: when each comes, its prompt, and how many tokens it gets, exactly.
@@ -65,28 +65,31 @@ class Workload:
 
     def __len__(self) -> int: return len(self.prompts)
 
-    @property
-    def prompt_lens(self) -> np.ndarray:
-        "Tokens of each prompt, int array [n]."
-        lens = getattr(self.prompts, 'lens', None)
-        return np.fromiter(map(len, self.prompts), np.int64) if lens is None else lens
+# %% ../../nbs/23_workloads.ipynb #d06cc8c6
+@patch(as_prop=True)
+def prompt_lens(self: Workload) -> np.ndarray:
+    "Tokens of each prompt, int array [n]."
+    lens = getattr(self.prompts, 'lens', None)
+    return np.fromiter(map(len, self.prompts), np.int64) if lens is None else lens
 
-    @property
-    def longest(self) -> int:
-        "Tokens of the longest request, prompt and output."
-        return int((self.prompt_lens + np.asarray(self.output_lens)).max())
+@patch(as_prop=True)
+def longest(self: Workload) -> int:
+    "Tokens of the longest request, prompt and output."
+    return int((self.prompt_lens + np.asarray(self.output_lens)).max())
 
-    def params(self, i: int) -> SamplingParams:
-        "Of request `i`: exactly its output length, greedy unless `sampling` says otherwise. Requests of one length share them."
-        if (found := self._params.get(n := int(self.output_lens[i]))) is None:
-            found = self._params[n] = SamplingParams(**{'temperature': 0.0, **self.sampling, 'max_tokens': n, 'ignore_eos': True})
-        return found
+@patch
+def params(self: Workload, i: int) -> SamplingParams:
+    "Of request `i`: exactly its output length, greedy unless `sampling` says otherwise. Requests of one length share them."
+    if (found := self._params.get(n := int(self.output_lens[i]))) is None:
+        found = self._params[n] = SamplingParams(**{'temperature': 0.0, **self.sampling, 'max_tokens': n, 'ignore_eos': True})
+    return found
 
-    def summary(self) -> dict[str, Any]:
-        "Its size, for a report."
-        size = {'name': self.name, 'requests': len(self), 'prompt_tokens': int(self.prompt_lens.sum()),
-                'output_tokens': int(np.sum(self.output_lens)), 'longest': self.longest, 'last_arrival_s': float(self.arrivals[-1])}
-        return size | ({'sampling': dict(self.sampling)} if self.sampling else {})
+@patch
+def summary(self: Workload) -> dict[str, Any]:
+    "Its size, for a report."
+    size = {'name': self.name, 'requests': len(self), 'prompt_tokens': int(self.prompt_lens.sum()),
+            'output_tokens': int(np.sum(self.output_lens)), 'longest': self.longest, 'last_arrival_s': float(self.arrivals[-1])}
+    return size | ({'sampling': dict(self.sampling)} if self.sampling else {})
 
 # %% ../../nbs/23_workloads.ipynb #9a6cce3e
 _TOKENS = 20, 49_000            # what prompts are drawn from: no special tokens of the usual vocabularies
@@ -107,45 +110,33 @@ def w64() -> Workload:
     "W64: 64 requests of 32 to 256 prompt tokens and 16 to 256 output tokens, all given at once."
     return random_workload(64, (32, 256), (16, 256), seed=0, name='w64')
 
-# %% ../../nbs/23_workloads.ipynb #4efaea8d
+# %% ../../nbs/23_workloads.ipynb #60d4a66b
 _MASK = 2**31 - 1
 
 class Prompts(AnySequence):
     """Prompts that are made when they are looked at: `prompts[i]` is a new int32 array [lens[i]]; of a slice or an index array, Prompts.
 
-    lens [n]: tokens. hash_ids: per prompt, names (any hashable values) of its leading blocks of `tokens_per_hash` tokens: two prompts
-    have the same tokens where they have the same names, and different ones, each of them, where they have not. prefix: tokens that all
-    have in common, before those. What is named by neither is the prompt's own and occurs in no other. The same seed gives the same
-    tokens. A token is below 2**31: take it modulo a vocabulary (names then differ in most places, not in all). Raises ConfigError.
+    lens [n]: tokens. hash_ids: per prompt, names (any hashable values) of its leading blocks of `tokens_per_hash` tokens: two prompts have
+    the same tokens where they have the same names, and different ones, each of them, where not. prefix: tokens that all have in common,
+    before those. What is named by neither is the prompt's own. The same seed gives the same tokens. A token is below 2**31: take it modulo a
+    vocabulary (names then differ in most places, not in all). Raises ConfigError.
     """
     def __init__(self, lens: Seq[int] | np.ndarray, hash_ids: Iterable[Iterable[Any]] | None = None, tokens_per_hash: int = 512,
                  prefix: int = 0, seed: int = 0):
         self.lens, self.tokens_per_hash, self.prefix = np.array(lens, np.int32, ndmin=1), tokens_per_hash, prefix
-        n, names, known, counts = len(self.lens), array('i'), {}, array('i')
-        for ids in hash_ids if hash_ids is not None else ([],) * n:
+        names, known, counts = array('i'), {}, array('i')
+        for ids in hash_ids if hash_ids is not None else ([],) * len(self.lens):
             before = len(names)
             names.extend(known.setdefault(h, len(known) + 2) for h in ids)
             counts.append(len(names) - before)
         self._names, self._counts = np.array(names, np.int32), np.array(counts, np.int32)
         self._check()
-        self._starts, self._own = np.cumsum(self._counts) - self._counts, np.arange(n, dtype=np.int32)
+        self._starts, self._own = np.cumsum(self._counts) - self._counts, np.arange(len(self.lens), dtype=np.int32)
         draw = random.Random(seed)
         self._cycle = np.array([draw.getrandbits(31) | 1 for _ in range(512)])
         self._factors = np.resize(self._cycle, int(self.lens.max(initial=0)))
 
-    def _check(self) -> None:
-        size, shortest = self.tokens_per_hash, self.lens.min(initial=_MASK)
-        if size < 1 or not 0 <= self.prefix <= shortest:
-            raise ConfigError(f'{size} tokens per hash id, and a common prefix of {self.prefix} in prompts of {shortest} tokens and more: '
-                              f'a block has at least 1 token, and every prompt has the prefix')
-        if len(self._counts) != len(self.lens):
-            raise ConfigError(f'{len(self._counts)} lists of hash ids for {len(self.lens)} prompts: one for each is needed')
-        if len(bad := np.flatnonzero((self._counts - 1) * size >= np.maximum(self.lens - self.prefix, 1))):
-            raise ConfigError(f'prompt {bad[0]} has {self.lens[bad[0]]} tokens and {self._counts[bad[0]]} hash ids: that is more than one '
-                              f'for each {size} tokens')
-
     def __len__(self) -> int: return len(self.lens)
-
     def __getitem__(self, i: int | slice | np.ndarray) -> np.ndarray | Prompts:
         if isinstance(i, slice) or np.ndim(i):
             return self._but(**{k: getattr(self, k)[i] for k in ('lens', '_counts', '_starts', '_own')})
@@ -158,28 +149,43 @@ class Prompts(AnySequence):
             name[self.prefix:self.prefix + len(shared)] = shared
         name = name * self._factors[:n] & _MASK
         return (name ^ name >> 15).astype(np.int32)
-
-    def _but(self, **changes: Any) -> Prompts:
-        new = object.__new__(Prompts)
-        new.__dict__ = self.__dict__ | changes
-        return new
-
-    def after(self, prefix: int) -> Prompts:
-        "The same prompts behind `prefix` tokens that all have in common. Raises ConfigError."
-        if prefix < 1 or self.prefix: raise ConfigError(f'a common prefix of {prefix} tokens before one of {self.prefix}: 1 or more, once')
-        lens = self.lens + np.int32(prefix)
-        return self._but(lens=lens, prefix=prefix, _factors=np.resize(self._cycle, int(lens.max(initial=0))))
-
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, AnySequence) and len(self) == len(other) and all(np.array_equal(a, b) for a, b in zip(self, other))
 
-    def pieces(self, i: int) -> Iterator[tuple[int, int]]:
-        "(name, tokens) of what prompt `i` may share, from its start on."
-        if self.prefix: yield 1, self.prefix
-        left, first = int(self.lens[i]) - self.prefix, self._starts[i]
-        for name in self._names[first:first + self._counts[i]].tolist():
-            if left > 0: yield name, min(left, self.tokens_per_hash)
-            left -= self.tokens_per_hash
+# %% ../../nbs/23_workloads.ipynb #f4792836
+@patch
+def _check(self: Prompts) -> None:
+    size, shortest = self.tokens_per_hash, self.lens.min(initial=_MASK)
+    if size < 1 or not 0 <= self.prefix <= shortest:
+        raise ConfigError(f'{size} tokens per hash id, and a common prefix of {self.prefix} in prompts of {shortest} tokens and more: '
+                          f'a block has at least 1 token, and every prompt has the prefix')
+    if len(self._counts) != len(self.lens):
+        raise ConfigError(f'{len(self._counts)} lists of hash ids for {len(self.lens)} prompts: one for each is needed')
+    if len(bad := np.flatnonzero((self._counts - 1) * size >= np.maximum(self.lens - self.prefix, 1))):
+        raise ConfigError(f'prompt {bad[0]} has {self.lens[bad[0]]} tokens and {self._counts[bad[0]]} hash ids: that is more than one '
+                          f'for each {size} tokens')
+
+@patch
+def _but(self: Prompts, **changes: Any) -> Prompts:
+    new = object.__new__(Prompts)
+    new.__dict__ = self.__dict__ | changes
+    return new
+
+@patch
+def after(self: Prompts, prefix: int) -> Prompts:
+    "The same prompts behind `prefix` tokens that all have in common. Raises ConfigError."
+    if prefix < 1 or self.prefix: raise ConfigError(f'a common prefix of {prefix} tokens before one of {self.prefix}: 1 or more, once')
+    lens = self.lens + np.int32(prefix)
+    return self._but(lens=lens, prefix=prefix, _factors=np.resize(self._cycle, int(lens.max(initial=0))))
+
+@patch
+def pieces(self: Prompts, i: int) -> Iterator[tuple[int, int]]:
+    "(name, tokens) of what prompt `i` may share, from its start on."
+    if self.prefix: yield 1, self.prefix
+    left, first = int(self.lens[i]) - self.prefix, self._starts[i]
+    for name in self._names[first:first + self._counts[i]].tolist():
+        if left > 0: yield name, min(left, self.tokens_per_hash)
+        left -= self.tokens_per_hash
 
 # %% ../../nbs/23_workloads.ipynb #17973fc9
 def _check_rate(rate: float) -> None:
@@ -334,7 +340,7 @@ def read_trace(path: str | Path, num_requests: int | None = None, seed: int = 0,
     except ConfigError as e: raise ConfigError(f'{path}: {e}') from None
     return Workload(path.name, times.tolist(), prompts, outputs.tolist())
 
-# %% ../../nbs/23_workloads.ipynb #be54e639
+# %% ../../nbs/23_workloads.ipynb #1b445a1f
 @dataclass(frozen=True, slots=True, eq=False)
 class Recorded:
     "Pairs of lengths that somebody measured, inputs and outputs [m]: drawn with replacement, or taken in order."
@@ -350,6 +356,7 @@ class Recorded:
         "The first n in the order of the file, from the start again where it ends."
         return np.resize(self.inputs, n), np.resize(self.outputs, n)
 
+# %% ../../nbs/23_workloads.ipynb #afd1719f
 def _histogram(path: Path) -> Curve:
     columns = 'bin_lo_tokens', 'bin_hi_tokens', 'probability'
     try: low, high, share = np.array([[float(r[c]) for c in columns] for r in _rows(path)]).T

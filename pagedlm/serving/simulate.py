@@ -76,7 +76,7 @@ def _until(workload: Workload, seconds: float) -> Workload:
     if not n: raise ConfigError(f'--duration {seconds:g}: no request of {workload.name} arrives by then')
     return replace(workload, arrivals=workload.arrivals[:n], prompts=workload.prompts[:n], output_lens=workload.output_lens[:n])
 
-# %% ../../nbs/54_simulate.ipynb #22950a2f
+# %% ../../nbs/54_simulate.ipynb #359df07e
 def system_of(args: argparse.Namespace) -> System:
     "The system that --policy names, with what other flags say of it. Raises ConfigError."
     from pagedlm.scheduling.policies import Policy
@@ -98,9 +98,10 @@ def cost_of(args: argparse.Namespace) -> tuple[Cost, int, int]:
     if args.block_size < 1 or args.num_blocks is not None and args.num_blocks < 1: raise ConfigError('--block-size and --num-blocks are at least 1')
     if args.cost:
         bench = read_bench(args.cost)
-        engine = bench.get('engine', {})
-        return (fit(bench['per_step']).cost, args.num_blocks or engine.get('num_blocks', 1000),
-                args.max_model_len or engine.get('max_model_len', 2048))
+        measured = bench.get('engine', {})
+        found = args.num_blocks or measured.get('num_blocks'), args.max_model_len or measured.get('max_model_len')
+        if None in found: raise ConfigError(f'--cost {args.cost} does not say what its engine was: give --num-blocks and --max-model-len')
+        return fit(bench['per_step']).cost, *found
     model = find(models, args.model)
     blocks = args.num_blocks or kv_blocks(model, args.gpu, args.tp, args.pp, args.block_size)
     return Roofline(model, args.gpu, args.tp, args.pp), blocks, args.max_model_len or model.max_model_len
