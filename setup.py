@@ -30,6 +30,7 @@ setuptools.setup(
         *('Programming Language :: Python :: ' + p for p in pythons[pythons.index(cfg['min_python']):]),
     ],
     packages=setuptools.find_packages(include=[cfg['lib_name'], cfg['lib_name'] + '.*']),
+    package_data={cfg['lib_name'] + '.figures': ['*.js', '*.css']},
     install_requires=shlex.split(cfg['requirements']),
     extras_require={'dev': shlex.split(cfg['dev_requirements'])},
     python_requires='>=' + cfg['min_python'],

@@ -19,13 +19,14 @@ from .core import ConfigError, Plan, PromptLogprobs, StepResult, TokenLogprobs, 
 __all__ = ['usage_kinds', 'columns', 'Event', 'Columns', 'Trace', 'replay', 'tables_at', 'holders', 'Interval', 'Timeline',
            'timelines']
 
-# %% ../nbs/02_trace.ipynb #9435960a
+# %% ../nbs/02_trace.ipynb #f9066547
 class Event(NamedTuple):
     """Something that plans and results cannot tell.
 
-    kind: arrive, refuse, admit, hit (detail: how many tokens were found in the prefix cache), first_token, preempt (the whole
-    request; detail: recompute or swap), resume, abort, finish (detail: the reason), free (the references of this sequence to its
-    blocks were dropped) or release (those to its first blocks, detail: how many; a sliding window has left them).
+    kind: arrive (detail: "priority 2", if it has one), refuse, admit, hit (detail: how many tokens were found in the prefix cache),
+    first_token, preempt (the whole request; detail: recompute or swap), resume, abort, finish (detail: the reason), free (the
+    references of this sequence to its blocks were dropped) or release (those to its first blocks, detail: how many; a sliding window
+    has left them).
     seq_id -1: of a request as a whole.
     """
     iteration: int

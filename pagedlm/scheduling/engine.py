@@ -136,12 +136,12 @@ def _check(self: ScriptedExecutor, seq_id: int, start: int, stop: int) -> None:
         raise AssertionError(f'sequence {seq_id} reads token {held[i, 0]} of position {held[i, 1]} in block {blocks[i]}, and '
                              f'expects token {want[i, 0]} of position {first + i}')
 
-# %% ../../nbs/21_engine.ipynb #58379f23
+# %% ../../nbs/21_engine.ipynb #24a06fa4
 class Engine:
     """The loop: `step` plans one iteration, executes it, commits it, and returns what every sequence got.
 
-    trace: where every step and event is recorded (none by default). clock: seconds, or None to advance by what the
-    executor says each step took, as a simulation does.
+    trace: where every step and event is recorded (none by default), and in its meta the settings of scheduler and memory. clock:
+    seconds, or None to advance by what the executor says each step took, as a simulation does.
     """
     def __init__(self, scheduler: Scheduler, executor: Executor, trace: Trace | None = None,
                  clock: Callable[[], float] | None = time.perf_counter):
@@ -152,6 +152,8 @@ class Engine:
         if self.trace.level != 'off':
             self._listener, scheduler.on_event = scheduler.on_event, self._on_event
             self.trace.iteration = scheduler.iteration
+            pool = dict(kind=type(scheduler.memory).__name__, **scheduler.memory.settings)
+            self.trace.meta |= dict(scheduler=scheduler.settings, memory=pool)
 
     @property
     def now(self) -> float:

@@ -58,7 +58,7 @@ def _check_options(policy: str | Policy, preemption: str, max_num_seqs: int, max
         raise ConfigError(f'max_num_batched_tokens={max_num_batched_tokens} is less than max_model_len={max_model_len}, and under this policy '
                           f'a prompt is computed in one iteration or not at all')
 
-# %% ../../nbs/20_scheduler.ipynb #6693cce2
+# %% ../../nbs/20_scheduler.ipynb #e1b4a47a
 class Scheduler:
     """Decides, iteration by iteration, which tokens of which sequences are computed (Orca section 3.1, vLLM section 4.5).
 
@@ -78,10 +78,10 @@ class Scheduler:
         max_model_len = min(max_model_len, memory.max_model_len or max_model_len)
         _check_options(policy, preemption, max_num_seqs, max_num_batched_tokens, max_model_len, watermark, in_flight)
         self.policy = policies[policy]() if isinstance(policy, str) else policy
-        self.memory, self.preemption, self.on_event, self.eos_token_ids = memory, preemption, on_event, tuple(eos_token_ids)
+        self.memory, self.preemption, self.on_event, self.eos_token_ids = memory, preemption, on_event, tuple(map(int, eos_token_ids))
         self.max_num_seqs, self.max_num_batched_tokens, self.window = max_num_seqs, max_num_batched_tokens, window
         self.max_model_len, self.in_flight, self.num_seats = max_model_len, in_flight, max_num_seqs * in_flight
-        self.watermark_blocks = int(np.ceil(watermark * memory.num_blocks)) if memory.on_demand else 0
+        self.watermark, self.watermark_blocks = watermark, int(np.ceil(watermark * memory.num_blocks)) if memory.on_demand else 0
         self.iteration = self.num_preemptions = self._seats = self._next_id = self._next_key = self._num_swapped = 0
         self.rows = Rows(rows=max(64, max_num_seqs))
         self._requests: dict[str, Group] = {}
@@ -99,7 +99,14 @@ class Scheduler:
         self._new, self._forget = [], []                    # sequences and ids that the executor is to be told
         self._flights: deque[_Flight] = deque()
 
-# %% ../../nbs/20_scheduler.ipynb #bcf1687e
+    @property
+    def settings(self) -> dict:
+        "The constructor's keywords that JSON can hold, for a trace to keep; the policy by its name."
+        return dict(policy=self.policy.name, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens,
+                    max_model_len=self.max_model_len, preemption=self.preemption, watermark=self.watermark,
+                    eos_token_ids=[*self.eos_token_ids], window=self.window, in_flight=self.in_flight)
+
+# %% ../../nbs/20_scheduler.ipynb #f8be1dcb
 @patch
 def add(self: Scheduler, request: Request) -> list[Sequence]:
     """Put a request in line; its sequences are returned. Allowed at any time, also while a plan is in flight.
@@ -112,7 +119,7 @@ def add(self: Scheduler, request: Request) -> list[Sequence]:
     group = self._requests[name] = Group(request, (self.policy.place(self, request) << 32) + self._next_key, seqs, unforked=seqs[1:])
     self._next_id += n
     self._next_key += 1
-    self._event('arrive', request)
+    self._event('arrive', request, f'priority {request.priority}' if request.priority else '')
     scored = p.max_tokens == 0 and p.prompt_logprobs is not None
     if scored: group.seqs, group.unforked = seqs[:1], []           # the others have nothing to do
     if p.beam_width: self._begin_search(group, max_len)
