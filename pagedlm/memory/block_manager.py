@@ -181,22 +181,22 @@ def _index(self: BlockManager, rows: np.ndarray) -> None:
         while len(chain) < i: chain.append(add(seq, len(chain), blocks[len(chain)], chain[-1] if chain else seq.request.cache_salt))
         chain.append(add(seq, i, blocks[i], chain[-1] if chain else seq.request.cache_salt, data[4 * size * j:4 * size * (j + 1)]))
 
-# %% ../../nbs/14_block_manager.ipynb #935c4a7a
+# %% ../../nbs/14_block_manager.ipynb #fef22808
 @patch
 def append(self: BlockManager, rows: np.ndarray, uptos: np.ndarray) -> np.ndarray | None:
     """One more block for each of `rows`, whose tables are full, so that slots `[computed, upto)` are writable: the blocks, int64.
 
     None when that is not what they need, or not enough are free: nothing has changed then, and `extend` decides.
     """
-    size, tables = self.block_size, [self._tables[row].blocks for row in rows.tolist()]
-    room = np.array(list(map(len, tables)), np.int32) * size + size
-    if np.count_nonzero((self._computed[rows] + size != room) | (uptos > room)): return None
+    size, computed, tables = self.block_size, self._computed[rows], [self._tables[row].blocks for row in rows.tolist()]
+    room = computed + size
+    if computed.tolist() != [len(table) * size for table in tables] or (uptos > room).nonzero()[0].size: return None
     if (blocks := self.allocator.allocate_many(len(tables))) is None: return None
     for table, block in zip(tables, blocks): table.append(block)
     self.writable[rows] = room
     return np.array(blocks)
 
-# %% ../../nbs/14_block_manager.ipynb #f06060c3
+# %% ../../nbs/14_block_manager.ipynb #add821a4
 @patch
 def fork(self: BlockManager, parent: Sequence, child: Sequence) -> Grant | None:
     """The child's table becomes the parent's: every block is shared, and neither writes again before `extend`.
@@ -226,9 +226,9 @@ def free(self: BlockManager, seq: Sequence) -> None:
 
 @patch
 def _release(self: BlockManager, table: BlockTable, computed: int) -> None:
-    full, rest = divmod(computed, self.block_size)
-    for i in range(len(table) - 1, table.released - 1, -1):
-        if self.allocator.free(table.blocks[i]) and i <= full: self._used -= self.block_size if i < full else rest
+    size, freed = self.block_size, set(self.allocator.free_many(table.held[::-1]))
+    if len(freed) == len(table.held): self._used -= computed - table.released * size
+    else: self._used -= sum(min(max(computed - i * size, 0), size) for i, block in enumerate(table.blocks) if block in freed)
 
 # %% ../../nbs/14_block_manager.ipynb #89c53752
 @patch

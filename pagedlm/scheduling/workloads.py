@@ -110,7 +110,7 @@ def w64() -> Workload:
     "W64: 64 requests of 32 to 256 prompt tokens and 16 to 256 output tokens, all given at once."
     return random_workload(64, (32, 256), (16, 256), seed=0, name='w64')
 
-# %% ../../nbs/23_workloads.ipynb #60d4a66b
+# %% ../../nbs/23_workloads.ipynb #75c8b1a7
 _MASK = 2**31 - 1
 
 class Prompts(AnySequence):
@@ -138,7 +138,7 @@ class Prompts(AnySequence):
 
     def __len__(self) -> int: return len(self.lens)
     def __getitem__(self, i: int | slice | np.ndarray) -> np.ndarray | Prompts:
-        if isinstance(i, slice) or np.ndim(i):
+        if isinstance(i, (slice, list, np.ndarray)):
             return self._but(**{k: getattr(self, k)[i] for k in ('lens', '_counts', '_starts', '_own')})
         i = range(len(self))[i]
         n, first, count = int(self.lens[i]), self._starts[i], self._counts[i]
