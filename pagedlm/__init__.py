@@ -23,9 +23,16 @@ _homes = {
     'compute.runner': 'ModelRunner',
     'compute.cuda_graphs': 'GraphRunner',
     'serving.llm': 'LLM RequestOutput CompletionOutput Score',
-    'figures.batch': 'plot_batch',
+    'figures.batch': 'plot_batch compare',
     'figures.sharing': 'plot_sharing',
     'figures.usage': 'plot_usage plot_waste plot_latency',
+    'figures.rerun': 'rerun one_more_block',
+    'figures.who_held': 'who_held',
+    'figures.why': 'why',
+    'figures.frames': 'film',
+    'figures.paging': 'plot_memory plot_paging plot_timelines plot_step_time compare_memory',
+    'figures.player': 'player',
+    'figures.explorer': 'Explorer Session',
 }
 _home = {name: module for module, names in _homes.items() for name in names.split()}
 __all__ = sorted(_home)

@@ -17,7 +17,7 @@ from fastcore.basics import patch
 # %% auto #0
 __all__ = ['PagedLMError', 'ConfigError', 'InvalidRequestError', 'RequestTooLargeError', 'DuplicateRequestError', 'BlockError',
            'SchedulerError', 'DeadlockError', 'ModelNotFoundError', 'SamplingParams', 'token_ids', 'Request', 'Status',
-           'SequenceArrays', 'Sequence', 'Grant', 'Usage', 'NewSequence', 'Chunk', 'Plan', 'TokenLogprobs',
+           'SequenceArrays', 'Sequence', 'Grant', 'Usage', 'total', 'NewSequence', 'Chunk', 'Plan', 'TokenLogprobs',
            'PromptLogprobs', 'StepResult', 'Output', 'Outputs']
 
 # %% ../nbs/01_core.ipynb #5b3d5f58
@@ -352,7 +352,7 @@ def output_token_ids(self: Sequence) -> list[int]:
     "The tokens generated so far."
     return self.token_ids[self.prompt_len:].tolist()
 
-# %% ../nbs/01_core.ipynb #715d42bb
+# %% ../nbs/01_core.ipynb #f89e7dce
 class Grant(NamedTuple):
     """Slots that became writable: `table[first_block : first_block + len(blocks)] = blocks`, after `copies` (src, dst).
 
@@ -363,8 +363,7 @@ class Grant(NamedTuple):
     copies: list[tuple[int, int]] = []
     num_hit_tokens: int = 0
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     """Every slot of the pool, by kind; the six sum to `total`.
 
     used: holds the KV of a token. reserved: kept for tokens to come. internal: reserved, never to be used. external:
@@ -378,7 +377,12 @@ class Usage:
     free: int
 
     @property
-    def total(self) -> int: return self.used + self.reserved + self.internal + self.external + self.cached + self.free
+    def total(self) -> int: return sum(self)
+
+# %% ../nbs/01_core.ipynb #7a324da3
+def total(numbers: np.ndarray) -> int:
+    "The sum of integers [n], quickly also when they are few."
+    return sum(numbers.tolist()) if len(numbers) < 64 else int(np.add.reduce(numbers))
 
 # %% ../nbs/01_core.ipynb #6d9a134d
 class NewSequence(NamedTuple):
@@ -397,7 +401,7 @@ class Chunk(NamedTuple):
     first_block: int
     blocks: tuple[int, ...]
 
-# %% ../nbs/01_core.ipynb #154611a7
+# %% ../nbs/01_core.ipynb #4093a36a
 _none = np.zeros(0, np.int64); _none.flags.writeable = False
 _no_pairs = np.zeros((0, 2), np.int64); _no_pairs.flags.writeable = False
 _no_triples = np.zeros((0, 3), np.int64); _no_triples.flags.writeable = False
@@ -417,7 +421,7 @@ class Plan:
 
     seq_ids [num_chunks] int64, starts, stops, first_blocks [num_chunks] int32: chunk `i` computes tokens `[start, stop)`
     and its new table entries are `blocks[block_offsets[i]:block_offsets[i+1]]`, from logical index `first_blocks[i]` on.
-    due [num_due] int64: sequences that are due a token; due_chunks [num_due] int32: the chunk whose last logits it is
+    due [num_due] int64: sequences that are due a token; due_chunks [num_due] int64: the chunk whose last logits it is
     sampled from (a forked sample takes its parent's).
     """
     iteration: int

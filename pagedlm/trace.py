@@ -114,7 +114,7 @@ def end(self: Trace) -> float:
     "The time at which the record ends."
     return max([self.now, *(e.time for e in self.events[-1:])])
 
-# %% ../nbs/02_trace.ipynb #88a0887b
+# %% ../nbs/02_trace.ipynb #f68f1d5e
 @patch
 def step(self: Trace, plan: Plan, result: StepResult, usage: Usage | None, num_waiting: int, num_running: int,
          num_swapped: int, start: float, seconds: float, host_seconds: float = 0.0) -> None:
@@ -124,8 +124,7 @@ def step(self: Trace, plan: Plan, result: StepResult, usage: Usage | None, num_w
     account of the pool, or None without a memory.
     """
     if self.level == 'off': return
-    kinds = (0,) * 6 if usage is None else (usage.used, usage.reserved, usage.internal, usage.external,
-                                            usage.cached, usage.free)
+    kinds = (0,) * 6 if usage is None else usage
     self.numbers.append((plan.iteration, start, seconds, host_seconds, plan.num_chunks, plan.num_tokens,
                          num_waiting, num_running, num_swapped, *kinds, len(self.events)))
     self.iteration, self.now = plan.iteration, start + seconds + host_seconds

@@ -17,8 +17,14 @@ def pytest_configure(config):
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)      # as under nohup; some tests press Ctrl-C
     # read by torch and its libraries when they load, here and in every notebook's own process
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    os.environ.setdefault('OMP_NUM_THREADS', str(cores))
+    os.environ.setdefault('OMP_NUM_THREADS', str(max(1, cores // (config.getoption('numprocesses', None) or 1))))
     os.environ.setdefault('OMP_WAIT_POLICY', 'passive')     # threads that spin at barriers are slow where cores are busy
+
+
+def pytest_collection_modifyitems(items):
+    "Tests of one file run in one process, since they share what is slow to make; notebooks and the papers' points each stand alone."
+    for item in items:
+        if item.path.stem not in ('test_notebooks', 'test_papers'): item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(scope='session')

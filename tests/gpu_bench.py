@@ -88,7 +88,7 @@ def tests():
     "Tests that use a GPU where there is one, but for the notebooks, which had their turn. (The smoke run only collects them.)"
     paths = [p for p in sorted((ROOT/'tests').glob('test_*.py')) if p.name != 'test_notebooks.py']
     files = [str(p) for p in paths if 'torch.cuda' in p.read_text(encoding='utf-8')]
-    command = [sys.executable, '-m', 'pytest', '-q', *(['--collect-only'] if SMOKE else []), *files]
+    command = [sys.executable, '-m', 'pytest', '-q', '-o', 'addopts=', *(['--collect-only'] if SMOKE else []), *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     said = done.stdout + done.stderr
     return dict(files=[Path(f).name for f in files], said=said.splitlines()[-1:]), [said[-3000:]] if done.returncode else []

@@ -155,7 +155,7 @@ def test_sdist_has_what_setup_reads(dist):
 
 def test_wheel_has_every_module(dist):
     with zipfile.ZipFile(dist[0]) as f: names = {n for n in f.namelist() if '.dist-info/' not in n}
-    assert names == {p.relative_to(ROOT).as_posix() for p in PACKAGE.rglob('*.py')}
+    assert names == {p.relative_to(ROOT).as_posix() for kind in ('*.py', '*.js', '*.css') for p in PACKAGE.rglob(kind)}
 
 
 def test_metadata(dist):
@@ -204,6 +204,11 @@ def test_wheel_is_what_is_imported(installed, tmp_path):
 def test_wheel_has_the_command(installed, tmp_path):
     done = subprocess.run([installed/'pagedlm', '--help'], cwd=tmp_path, env=ENV, capture_output=True, text=True)
     assert done.returncode == 0 and 'demo' in done.stdout, done.stdout + done.stderr
+
+
+def test_wheel_has_the_player(installed, tmp_path):
+    code = 'from pagedlm.figures.player import script, style; print(len(script()), len(style()))'
+    assert min(map(int, python(code, tmp_path, installed/'python').split())) > 1000
 
 
 def test_wheel_runs_an_engine(installed, tmp_path):

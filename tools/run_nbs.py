@@ -4,6 +4,8 @@ Cells that `nbdev_test` would skip (`#| cuda` without a GPU, `#| eval: false`) k
 ran them. What is written is clean by `nbdev_clean`'s rules, so a second run changes nothing.
 """
 import argparse
+import json
+import re
 from pathlib import Path
 
 import nbformat
@@ -42,6 +44,18 @@ def merged(outputs: list) -> list:
     return out
 
 
+def keep_shown(nb) -> None:
+    "Of the widgets' state, keep what the outputs show."
+    kinds = ['application/vnd.jupyter.widget-state+json', 'application/vnd.jupyter.widget-view+json']
+    saved, kept = nb.metadata.pop('widgets', {}).get(kinds[0], {}), {}
+    todo = [o.data[kinds[1]]['model_id'] for c in nb.cells for o in c.get('outputs', []) if kinds[1] in o.get('data', {})]
+    while todo:
+        if (i := todo.pop()) not in kept and i in saved.get('state', {}):
+            kept[i] = saved['state'][i]
+            todo += re.findall('IPY_MODEL_([0-9a-f]+)', json.dumps(kept[i]['state']))
+    if kept: nb.metadata.widgets = {kinds[0]: saved | {'state': kept}}
+
+
 def run(path: Path, skip: set[str], cfg) -> None:
     "Execute the notebook at `path` and write it back, outputs kept and cleaned."
     nb, kept = nbformat.read(path, as_version=4), {}
@@ -57,6 +71,7 @@ def run(path: Path, skip: set[str], cfg) -> None:
             cell.outputs = kept[cell.id]
             cell.metadata.pop('tags')
         elif cell.cell_type == 'code': cell.outputs = merged(cell.outputs)
+    keep_shown(nb)
     clean_nb(nb, False, cfg.allowed_metadata_keys.split(), cfg.allowed_cell_metadata_keys.split(), cfg.clean_ids)
     path.write_text(nbformat.writes(nb) + '\n', encoding='utf-8')
 

@@ -26,13 +26,13 @@ from ..trace import Trace, usage_kinds
 # %% auto #0
 __all__ = ['systems', 'System', 'find_system', 'Counts', 'drive', 'simulate']
 
-# %% ../../nbs/24_simulator.ipynb #447e7586
+# %% ../../nbs/24_simulator.ipynb #5d613375
 @dataclass(frozen=True, slots=True)
 class System:
     """A serving system: a policy by name (or a Policy, or a class of them) over a kind of memory. What is not said here is Scheduler's.
 
     reserve, allocator: of contiguous memory. kv_slowdown: how much longer its attention takes to read KV than over spans. host: seconds of
-    its host, as a share of what the cost model says of a host that runs Python.
+    its host per step and per sequence, as shares of what the cost model says of a host that runs Python.
     """
     policy: str | Policy | type[Policy] = 'continuous'
     memory: Literal['paged', 'contiguous'] = 'paged'
@@ -44,10 +44,10 @@ class System:
     watermark: float = 0.01
     prefix_caching: bool = False
     kv_slowdown: float = 1.0
-    host: float = 1.0
+    host: tuple[float, float] = (1.0, 1.0)
 
 systems: dict[str, System] = {
-    'ft': System('static', 'contiguous', 'max', 'first_fit', host=0.1),
+    'ft': System('static', 'contiguous', 'max', 'first_fit', host=(0.1, 0.1)),
     'orca-max': System('orca', 'contiguous', 'max'),
     'orca-pow2': System('orca', 'contiguous', 'pow2'),
     'orca-oracle': System('orca', 'contiguous', 'request'),
@@ -65,7 +65,7 @@ def find_system(system: str | System | Policy | type[Policy]) -> System:
             raise ConfigError(f'{system!r} is no system: there are {", ".join(systems)}, and the policies {", ".join(policies)} over paged memory')
     return System(system, kv_slowdown=PAGED_KV_SLOWDOWN)
 
-# %% ../../nbs/24_simulator.ipynb #802584e0
+# %% ../../nbs/24_simulator.ipynb #dcfee36d
 @patch
 def engine(self: System, cost: Cost, num_blocks: int, block_size: int = 16, max_model_len: int = 2048, swap_blocks: int = 0,
            trace: Trace | None = None, beam_script: Callable[[int], TokenLogprobs] | None = None) -> Engine:
@@ -76,7 +76,7 @@ def engine(self: System, cost: Cost, num_blocks: int, block_size: int = 16, max_
     chunked = (policies[policy] if isinstance(policy, str) else policy).chunked
     budget = max(self.max_num_batched_tokens, self.max_num_seqs, 0 if chunked else max_model_len)
     scheduler = Scheduler(memory, self.max_num_seqs, budget, max_model_len, policy, self.preemption, self.watermark, in_flight=cost.stages)
-    if isinstance(cost, Roofline): cost = replace(cost, kv_slowdown=self.kv_slowdown, c0=self.host * cost.c0, c1=self.host * cost.c1)
+    if isinstance(cost, Roofline): cost = replace(cost, kv_slowdown=self.kv_slowdown, c0=self.host[0] * cost.c0, c1=self.host[1] * cost.c1)
     return Engine(scheduler, CostModel(cost, block_size, beam_script), trace, clock=None)
 
 # %% ../../nbs/24_simulator.ipynb #617d4617
@@ -105,15 +105,14 @@ class Counts:
         if seconds > 0: self._average(s, s.num_running + len(outputs.finished), seconds)
         if outputs.finished or self._held: self._finished(s, outputs.finished, now)
 
-# %% ../../nbs/24_simulator.ipynb #8b823469
+# %% ../../nbs/24_simulator.ipynb #4d3f39ef
 @patch
 def _average(self: Counts, s: Scheduler, running: int, seconds: float) -> None:
     self.seconds += seconds
     self.running += seconds * running
     self.steps += 1
     self.batch += running
-    u, slots = s.memory.usage(), self.slots
-    for i, n in enumerate((u.used, u.reserved, u.internal, u.external, u.cached, u.free)): slots[i] += seconds * n
+    self.slots = [x + seconds * n for x, n in zip(self.slots, s.memory.usage())]
     if self.shares and s.memory.on_demand:
         held = s.memory.num_blocks - s.memory.num_free_blocks
         self.ratio += seconds * (sum(s.memory.allocator.ref_counts) / held if held else 1)
