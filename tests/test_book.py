@@ -107,3 +107,11 @@ def test_path_reaches_every_chapter():
         name = todo.pop()
         if name in CHAPTERS and name not in seen: seen.add(name); todo += leads_to(name)
     assert not set(CHAPTERS) - seen
+
+
+def test_opens_in_colab():
+    "Behind its first cell each notebook has a link to itself on Colab and a cell that installs pagedlm where it is missing."
+    for name, cells in NOTEBOOKS.items():
+        link, install = (''.join(c['source']) for c in cells[1:3])
+        assert link == f'[Open in Colab](https://colab.research.google.com/github/pagedlm/pagedlm/blob/main/nbs/{name}.ipynb)', name
+        assert install.startswith('#| hide\n') and '%pip install' in install, name

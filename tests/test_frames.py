@@ -252,3 +252,14 @@ def test_a_request_that_is_refused():
     made = film(engine.trace)
     assert [r['id'] for r in made.requests] == ['a'] and made.frames[0]['events'][0][:3] == ['refuse', -1, -1]
     assert made.frames[0]['said'] == 'Iteration 0: huge is refused; a is admitted: 5 prompt tokens, in 2 blocks.'
+
+
+def test_samples_that_never_ran_end_as_one():
+    "No plan has named them, so they have no numbers yet: the caption names their request, once."
+    engine = Engine(Scheduler(BlockManager(8, 4), 3, 24, 64), ScriptedExecutor(num_blocks=8, block_size=4), Trace('full'), clock=None)
+    engine.add(Request('a', np.arange(5), SamplingParams(max_tokens=3)))
+    engine.add(Request('b', np.arange(5), SamplingParams(n=3, max_tokens=3)))
+    engine.step()
+    engine.abort('b')
+    while engine.has_unfinished: engine.step()
+    assert film(engine.trace).frames[1]['said'] == 'Iteration 1: b ends (abort).'

@@ -12,6 +12,7 @@ from pagedlm.core import ConfigError, Request, SamplingParams
 from pagedlm.figures.batch import hues
 from pagedlm.figures.paging import (block_kinds, compare_memory, memory_map, plot_memory, plot_paging, plot_step_time, plot_timelines,
                                     step_kinds)
+from pagedlm.figures.states import states
 from pagedlm.memory.block_manager import BlockManager
 from pagedlm.memory.contiguous import ContiguousMemory
 from pagedlm.scheduling.engine import Engine, ScriptedExecutor

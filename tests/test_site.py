@@ -106,6 +106,13 @@ def test_nothing_of_the_workshop_is_seen(name, documents):
         elif not re.search(r'^#\|\s*(export|default_exp|code-fold)', source, re.M) and not re.search('^ *%', source, re.M): assert code in text, source
 
 
+@each_page
+def test_no_error_is_shown(name, documents, site):
+    "Of a cell, of nbdev's processors, of Sphinx; what pagedlm refuses is printed on purpose, and in one line."
+    assert not re.findall(r"Traceback.{0,40}|Errorin(?:notebook|cell).{0,40}|name'\w+'isnotdefined|show_doc\(.{0,20}", squeezed(documents[name].text))
+    assert not re.findall('class="(?:output traceback|system-message|problematic).{0,60}', (site/f'{name}.html').read_text(encoding='utf-8'))
+
+
 def test_pages_are_small(site):
     assert max((p.stat().st_size, p.name) for p in site.glob('*.html'))[0] < 3_000_000
 

@@ -29,7 +29,7 @@ from execnb.nbio import mk_cell
 from nbdev.config import get_config
 from nbdev.doclinks import nbglob
 from nbdev.process import NBProcessor, Processor
-from nbdev.processors import FilterDefaults, add_show_docs, exec_show_docs
+from nbdev.processors import FilterDefaults, add_show_docs
 from PIL import Image
 
 import pagedlm
@@ -85,21 +85,9 @@ class add_method_docs(Processor):
         self.nb.cells = cells
 
 
-class exec_documented(exec_show_docs):
-    """Executes what documentation needs: exports, imports (those for type checkers too) and `show_doc`. nbdev's own also executes every
-    other cell in which something is imported, without those before it.
-    """
-    def __call__(self, cell):
-        if cell.cell_type != 'code' or not (tree := cell.parsed_()): return
-        exported = {'export', 'exporti', 'exports'} & cell.directives_.keys()
-        if exported or 'show_doc(' in cell.source or all(isinstance(d, (ast.Import, ast.ImportFrom)) for d in tree): super().__call__(cell)
-        for d in tree if exported and self.nb.has_docs_ else ():
-            if isinstance(d, ast.If) and ast.unparse(d.test) == 'TYPE_CHECKING': self.k.run_cell('\n'.join(map(ast.unparse, d.body)))
-
-
 def processors() -> list:
     "nbdev's, with methods documented too; and exported cells are not removed: here they follow their documentation, folded."
-    ours = {'add_show_docs': [add_show_docs, add_method_docs], 'exec_show_docs': [exec_documented], 'rm_export': []}
+    ours = {'add_show_docs': [add_show_docs, add_method_docs], 'rm_export': []}
     return [q for p in FilterDefaults().procs() for q in ours.get(p.__name__, [p])]
 
 

@@ -28,12 +28,12 @@ def from_root(text: str) -> str:
     return link.sub(lambda m: f']({m[1][3:]})' if m[1].startswith('../') else f'](nbs/{m[1]})', text)
 
 
-def shown(output: dict, name: str, images: dict[str, bytes]) -> str:
+def shown(output: dict, name: str, alt: str, images: dict[str, bytes]) -> str:
     data = output.get('data', {})
     if 'text/markdown' in data: return from_root(data['text/markdown'])
     if 'image/png' in data:
         images[name] = b64decode(data['image/png'])
-        return f'![](README_files/{name})'
+        return f'![{alt}](README_files/{name})'
     text = data.get('text/plain') or output.get('text', '')
     return f'```\n{text.rstrip()}\n```' if text.strip() else ''
 
@@ -50,7 +50,8 @@ def render(path: Path) -> tuple[str, dict[str, bytes]]:
         if directives.get('echo:') != ['false']:
             source = '\n'.join(line for line in code.source.splitlines() if not line.startswith('#|'))
             parts.append(f'```python\n{source.strip()}\n```')
-        parts += [shown(o, f'{cell.id}-{i}.png', images) for i, o in enumerate(cell.outputs)]
+        alt = ' '.join(directives.get('fig-alt:', []))
+        parts += [shown(o, f'{cell.id}-{i}.png', alt, images) for i, o in enumerate(cell.outputs)]
     return '\n\n'.join(p.strip() for p in parts if p.strip()) + '\n', images
 
 

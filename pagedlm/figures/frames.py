@@ -177,7 +177,7 @@ def _seq(self: FilmReader, s: int) -> dict[str, int]:
     st = self._reel.state
     return dict(id=s, request=st.request_of[s].number, index=st.index_of[s], seat=self._seat.get(s, -1))
 
-# %% ../../nbs/56_frames.ipynb #2f9410df
+# %% ../../nbs/56_frames.ipynb #a4ee8d11
 @patch
 def _row_list(self: FilmReader) -> list[list[int]]:
     st, plan, number = self._reel.state, self._reel.state.plan, self._number
@@ -200,7 +200,8 @@ def _frame(self: FilmReader, end: float, usage: list[int]) -> dict[str, Any]:
     pairs = lambda a: [[number[p], number[c], *rest] for p, c, *rest in a.tolist()]
     parts = dict(due=len(plan.due), waiting=[a.number for a in st.waiting], swapped=[a.number for a in st.swapped], head=self._head(),
                  tables=self._changed('tables'), swap=self._changed('swap'), cached=self._cache(), gone=self._taken(),
-                 copies=plan.copies.tolist(), outs=plan.swap_outs.tolist(), ins=plan.swap_ins.tolist(), forks=pairs(plan.forks), beams=pairs(plan.beams),
+                 copies=plan.copies.tolist(), outs=plan.swap_outs.tolist(), ins=plan.swap_ins.tolist(),
+                 forks=pairs(plan.forks), beams=pairs(plan.beams),
                  events=[[e.kind, r, number.get(e.seq_id, -1), e.detail] for e, r in zip(st.events, st.whose)])
     self._begun = plan.iteration if self._begun is None else self._begun
     return f | {k: v for k, v in parts.items() if v} | {'said': said(self._reel)}
