@@ -238,14 +238,14 @@ def token_ids(x: Any) -> np.ndarray:
         raise InvalidRequestError(f'token ids are 0 to {2**31 - 1}, and these go from {x.min()} to {x.max()}')
     return x.astype(np.int32)
 
-# %% ../nbs/01_core.ipynb #2f701f8a
+# %% ../nbs/01_core.ipynb #caa834d6
 @dataclass(frozen=True, slots=True)
 class Request:
     """What a user asks: a prompt and how to continue it.
 
     prompt_token_ids: what `token_ids` takes, kept as a read-only int32 array [prompt_len]. arrival: seconds, on the
     engine's clock. priority: 0 is the most urgent; a policy may ignore it. cache_salt: blocks are found in the prefix cache by
-    requests with the same salt only. Raises InvalidRequestError for an empty prompt, what is not a token id, or another priority.
+    requests with the same salt only. Raises InvalidRequestError for an empty prompt or name, what is not a token id, or another priority.
     """
     request_id: str
     prompt_token_ids: np.ndarray
@@ -255,6 +255,8 @@ class Request:
     cache_salt: str | None = None
 
     def __post_init__(self):
+        if not isinstance(self.request_id, str) or not self.request_id:
+            raise InvalidRequestError(f'request_id={self.request_id!r:.60}: a request has a name, a string that is not empty')
         if not _is_int(self.priority) or not 0 <= self.priority <= 1000:
             raise InvalidRequestError(f'request {self.request_id!r}: priority={self.priority!r:.60} is an integer from 0 (most urgent) to 1000')
         if not isinstance(self.cache_salt, str | None):

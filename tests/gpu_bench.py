@@ -39,7 +39,8 @@ def cuda_notebooks() -> list[Path]:
 
 def code_cells(path: Path) -> list[str]:
     cells = json.loads(path.read_text(encoding='utf-8'))['cells']
-    return [''.join(c['source']) for c in cells if c['cell_type'] == 'code']
+    sources = [''.join(c['source']) for c in cells if c['cell_type'] == 'code']
+    return [s for s in sources if '%pip' not in s]          # the cell that installs pagedlm where it is missing
 
 
 def flags(cell: str) -> set[str]: return {''.join(m.split()) for m in re.findall(r'^\s*#\|\s*(.+)$', cell, re.M)}

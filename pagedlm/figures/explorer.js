@@ -1,4 +1,5 @@
-// The explorer's view, as anywidget has it: the film comes with the model, and then a part of it after each step. Player.js stands before it.
+// The explorer's view, as anywidget has it: the film comes with the model, and then a part of it after each step.
+// Player.js stands before it.
 //
 //   model: film (with `run`, the number of the engine that it is of), view, keep
 //   messages in: {run, after, requests, seqs, frames}, after: the last iteration before these; out: {want: 'film'}

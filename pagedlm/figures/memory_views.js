@@ -4,7 +4,7 @@
 // What tests read: .pool, .cpu and .bands > [data-block] with data-refs, data-fill and data-state; [data-entry] "seq place block";
 // arrows with data-copy, data-out, data-in (from, to); curves with data-link (block), data-fork, data-beam (parent, child).
 (() => {
-  const {el, text, colour, ink, box, hatch, chip, cross, slots, views} = pagedlm;
+  const {el, text, colour, ink, box, hatch, chip, cross, slots, poolFacts, views} = pagedlm;
   const clamp = (x, low, high) => Math.max(low, Math.min(high, x));
   const sum = numbers => numbers.reduce((a, b) => a + b, 0);
   const count = (n, what) => `${n} ${what}${n === 1 ? '' : 's'}`;
@@ -226,11 +226,10 @@
         ...thrown].join('; ') + '.';
     },
     facts(film, f) {
-      const {now, refs} = change(film, f), usage = now.frame.usage ?? [];
+      const {now, refs} = change(film, f);
       return [['blocks held', `${refs.length} of ${film.num_blocks}`],
         ...film.num_swap_blocks ? [['CPU blocks held', `${onCPU(film, f).holders.size} of ${film.num_swap_blocks}`]] : [],
-        ...Object.entries(slots).flatMap(([kind, hue], i) => usage[i] ? [[`${kind} slots`, usage[i], hue]] : []),
-        ['free slots', usage[5] ?? 0, 'none']];
+        ...poolFacts(now.frame)];
     },
     legend(film) {
       const {has, grey, cell, marks} = legendOf(film), paged = film.memory === 'paged';
@@ -274,7 +273,8 @@
     const size = film.block_size, group = el('g', {class: 'tables'}), entries = [], busy = new Set(), {full, row, label, entry, fits} = at;
     const high = full ? 14 : row - 2, ends = new Set(events(now, 'finish', 'abort').map(e => e[2]));
     if (full) svg.append(text(0, at.top - 6, 'sequence', {class: 'dim small'}), text(label, at.top - 6,
-      at.wide ? 'its logical blocks, and below each the block of the pool' : 'logical blocks; below: in the pool', {class: 'dim small'}));
+      at.left >= 410 ? 'its logical blocks, and below each the block of the pool' : 'logical blocks; below: in the pool',
+      {class: 'dim small'}));
     for (const [seq, seat, kind, start, stop] of now.rows) {
       const y = at.top + seat * row, r = film.owner(seq), table = now.tables.get(seq) ?? [], old = before.tables.get(seq) ?? [];
       busy.add(seat);

@@ -10,7 +10,8 @@
 //     facts(film, f),               optional: numbers below the picture, [name, value, colour or nothing] each
 //     legend(film),                 optional: [SVG elements within 26 x 14 px, name] each
 //   }
-//   box = {width, phone, length, tokens}    px; width < 520; and of all films side by side, which have one scale: frames, tokens per iteration, at most
+//   box = {width, phone, length, tokens}             px; width < 520; and of all films side by side, which have one scale: frames, and
+//                                                    tokens per iteration, at most
 //
 //   film.block_size, .requests, .seqs, .frames ...   as in the data, see figures.frames
 //   film.state(f) -> {tables: Map seq -> [block or -1], swap: Map seq -> [CPU block], cached: Set of blocks, rounded, spare: [block],
@@ -22,6 +23,7 @@
 //   pagedlm.text(x, y, string, attrs)                SVG text; class "dim" is paler, "small" smaller
 //   pagedlm.colour(request), pagedlm.ink(request)    fill, and a colour for text on it; by index in film.requests
 //   pagedlm.slots                                    colours of used, reserved, internal, external and cached slots
+//   pagedlm.poolFacts(frame)                         facts: the slots of the pool after the iteration, by kind
 //   pagedlm.hatch(x, y, w, h, gap)                   path data of diagonals inside a box
 //   pagedlm.chip(film, request, x, y, label, style)  a small box with a name in it; returns [element, width]
 //   classes for shapes: line (thin stroke), idle (hollow), now (pale band), cut (preempted, red), and text: dim, small, strong
@@ -78,7 +80,8 @@ const pagedlm = (() => {
     return s;
   }
 
-  const goOn = rows => rows.map(([seq, seat, kind, start, stop]) => kind === 1 ? [seq, seat, 1, stop, stop + 1] : [seq, seat, kind, start, stop]);
+  const goOn = rows => rows.map(([seq, seat, kind, start, stop]) =>
+    kind === 1 ? [seq, seat, 1, stop, stop + 1] : [seq, seat, kind, start, stop]);
 
   class State {
     constructor(film, f, s) {
@@ -153,6 +156,12 @@ const pagedlm = (() => {
     }
   }
 
+  function poolFacts({usage = []}) {                          // facts of the pool as an iteration leaves it
+    if (!usage.length) return [];
+    return [['after it:', ''], ...Object.entries(slots).flatMap(([kind, hue], i) => usage[i] ? [[`${kind} slots`, usage[i], hue]] : []),
+      ['free slots', usage[5], 'none']];
+  }
+
   // ---- the batch: the line above, seats below, a column per iteration
 
   const tall = 0.84, low = 0.42, kinds = ['prefill', 'decode', 'held'];
@@ -174,19 +183,19 @@ const pagedlm = (() => {
       return `${frame.said ?? ''} ${ran(frame).length} of ${film.max_num_seqs} seats compute something.`;
     },
     facts(film, f) {
-      const {due, idle} = film.sums[f], {usage = [], waiting = [], swapped = []} = film.frames[f];
+      const {due, idle} = film.sums[f], {waiting = [], swapped = []} = film.frames[f];
       return [['tokens so far', due], ['idle seats so far', `${idle} of ${(f + 1) * film.max_num_seqs}`],
-        ['waiting', waiting.length + swapped.length],
-        ...Object.entries(slots).flatMap(([kind, hue], i) => usage[i] ? [[kind, usage[i], hue]] : []),
-        ...usage[5] ? [['free slots', usage[5], 'none']] : []];
+        ['waiting', waiting.length + swapped.length], ...poolFacts(film.frames[f])];
     },
-    legend() {
+    legend(film) {
       const shape = (d, attrs) => el('path', {d, ...attrs}), grey = opacity => ({fill: 'currentColor', opacity}), hollow = {class: 'idle'};
+      const aborts = film.frames.some(frame => frame.events?.some(([kind]) => kind === 'abort'));
       return [[shape(box(4, 1, 18, 12), grey(0.55)), 'prompt'], [shape(box(4, 4, 18, 6), grey(0.55)), 'decode'],
         [shape(box(4.5, 3.5, 17, 6), hollow), 'idle seat'],
         [[shape(box(4, 4, 18, 6), grey(0.25)), shape(box(4.5, 4.5, 17, 6), hollow)], 'idle, and holds memory'],
         [[shape(box(4, 1, 18, 12), grey(0.15)), shape(hatch(4, 1, 18, 12), {class: 'line'})], 'waiting'],
-        [shape('M13 1v12', {class: 'end'}), 'finished'], [shape(cross(13, 7), {class: 'cut'}), 'preempted']];
+        [shape('M13 1v12', {class: 'end'}), 'finished'], [shape(cross(13, 7), {class: 'cut'}), 'preempted'],
+        ...aborts ? [[shape(dagger(13, 7), {class: 'dagger'}), 'aborted']] : []];
     },
     draw(svg, film, f, size) {
       const at = layout(film, size), first = Math.max(0, f + 1 - at.columns), x = i => at.left + (i - first) * at.cell;
@@ -205,30 +214,36 @@ const pagedlm = (() => {
   };
 
   const cross = (x, y, r = 4) => `M${x - r} ${y - r}l${2 * r} ${2 * r}m0 ${-2 * r}l${-2 * r} ${2 * r}`;
+  const dagger = (x, y) => `M${x} ${y - 6}v12m-3.5 -8.5h7`;
 
   function drawCells(svg, film, first, f, at, x) {            // one path for all boxes of a kind and a colour
     const paths = {}, name = (kind, request) => kind + (request === null ? '' : colour(request));
     const add = (kind, request, d) => (paths[name(kind, request)] ??= [kind, request, []])[2].push(d);
     const w = at.cell - (at.cell > 6 ? 1.5 : 0), top = (y, share) => y + at.row * (1 - share) / 2;
     const cell = (i, y, share) => box(x(i), top(y, share), w, at.row * share);
+    const line = frame => [...frame.swapped ?? [], ...frame.waiting ?? []].slice(0, at.lanes);
+    const lane = p => at.line + (at.lanes - 1 - p) * at.row;
     for (let i = first; i <= f; i++) {
       const frame = film.frames[i], {rows} = frame, busy = new Set(ran(frame).map(row => row[1]));
-      [...frame.swapped ?? [], ...frame.waiting ?? []].slice(0, at.lanes).forEach((r, p) => {
-        const y = at.line + (at.lanes - 1 - p) * at.row;
-        add('waiting', r, cell(i, y, tall));
-        if (at.row >= 8) add('hatch', r, hatch(x(i), top(y, tall), w, at.row * tall, 5));
+      line(frame).forEach((r, p) => {
+        add('waiting', r, cell(i, lane(p), tall));
+        if (at.row >= 8) add('hatch', r, hatch(x(i), top(lane(p), tall), w, at.row * tall, 5));
       });
       for (const [seq, seat, kind] of rows) add(kinds[kind], film.owner(seq), cell(i, at.seat + seat * at.row, kind ? low : tall));
       for (let seat = 0; seat < at.seats; seat++) if (!busy.has(seat)) add('idle', null, cell(i, at.seat + seat * at.row, low));
       for (const [kind, r, seq] of frame.events ?? []) {
         const seat = rows.find(row => row[0] === seq)?.[1], y = at.seat + seat * at.row;
         if (kind === 'finish' && seat !== undefined) add('end', null, `M${x(i) + w} ${top(y, tall)}v${at.row * tall}`);
-        if (kind === 'preempt' && i > first)
-          for (const [s, seat] of film.frames[i - 1].rows)
-            if (film.owner(s) === r) add('cut', null, cross(x(i), at.seat + (seat + 0.5) * at.row));
+        if (i === first || kind !== 'preempt' && kind !== 'abort') continue;
+        const before = film.frames[i - 1], p = line(before).indexOf(r), middle = y => y + at.row / 2;      // where it was until now
+        const mark = y => kind === 'abort' ? add('dagger', null, dagger(x(i), middle(y))) : add('cut', null, cross(x(i), middle(y)));
+        for (const [s, seat] of before.rows)
+          if (s === seq || film.owner(s) === r && (kind === 'preempt' || seq < 0)) mark(at.seat + seat * at.row);
+        if (kind === 'abort' && p >= 0) mark(lane(p));
       }
     }
-    const look = {prefill: {}, decode: {}, held: {opacity: 0.3}, waiting: {opacity: 0.3}, hatch: {}, idle: {}, end: {}, cut: {}};
+    const pale = {opacity: 0.3};
+    const look = {prefill: {}, decode: {}, held: pale, waiting: pale, hatch: {}, idle: {}, end: {}, cut: {}, dagger: {}};
     for (const kind of Object.keys(look))
       for (const [k, r, d] of Object.values(paths))
         if (k === kind) svg.append(el('path', {d: d.join(''), class: kind, ...look[kind],
@@ -245,8 +260,10 @@ const pagedlm = (() => {
     const line = [...swapped, ...waiting];
     line.slice(0, at.lanes).forEach((r, p) => {
       const [seen, began] = film.seen.get(r), hidden = line.length - at.lanes;
-      const what = p < swapped.length ? 'swapped out' : began < frame.i ? 'thrown out' : seen === frame.i ? 'arrives' : `waits ${frame.i - seen}`;
-      const more = hidden > 0 && p === at.lanes - 1 ? `and ${hidden} more` : '', head = r === waiting[0] && !phone ? ', head of the line' : '';
+      const what = p < swapped.length ? 'swapped out' : began < frame.i ? 'thrown out'
+        : seen === frame.i ? 'arrives' : `waits ${frame.i - seen}`;
+      const more = hidden > 0 && p === at.lanes - 1 ? `and ${hidden} more` : '';
+      const head = r === waiting[0] && !phone ? ', head of the line' : '';
       put(at.line + (at.lanes - 1 - p) * at.row, r, film.requests[r].id, more || what + head);
     });
     const taken = new Set();
@@ -274,7 +291,8 @@ const pagedlm = (() => {
     svg.append(text(0, at.bars, `tokens computed in this iteration: ${prompts} of prompts, ${decodes} to decode`, {class: 'dim small'}));
     let x = 0;
     for (const row of busy) {
-      svg.append(el('rect', {x, y: at.bars + 5, width: Math.max(0.5, tokens(row) * scale - 1), height: 9, fill: colour(film.owner(row[0]))}));
+      const width = Math.max(0.5, tokens(row) * scale - 1);
+      svg.append(el('rect', {x, y: at.bars + 5, width, height: 9, fill: colour(film.owner(row[0]))}));
       x += tokens(row) * scale;
     }
     const usage = frame.usage ?? [], total = sum(usage);
@@ -290,8 +308,8 @@ const pagedlm = (() => {
 
   // ---- the player
 
-  const icons = {first: 'M3 3v10M13 3L6 8l7 5z', back: 'M11 3L4 8l7 5z', play: 'M4 3l9 5-9 5z', pause: 'M5 3v10M11 3v10', next: 'M5 3l7 5-7 5z',
-    last: 'M13 3v10M3 3l7 5-7 5z', slower: 'M3 8h10', faster: 'M3 8h10M8 3v10'};
+  const icons = {first: 'M3 3v10M13 3L6 8l7 5z', back: 'M11 3L4 8l7 5z', play: 'M4 3l9 5-9 5z', pause: 'M5 3v10M11 3v10',
+    next: 'M5 3l7 5-7 5z', last: 'M13 3v10M3 3l7 5-7 5z', slower: 'M3 8h10', faster: 'M3 8h10M8 3v10'};
 
   function button(icon, label, key, onclick) {
     const path = el('path', {}), b = html('button', {type: 'button'}, el('svg', {viewBox: '0 0 16 16', 'aria-hidden': 'true'}, path));
@@ -313,17 +331,20 @@ const pagedlm = (() => {
     const length = () => Math.max(...films.map(film => film.frames.length));
 
     const panels = films.map(film => {
-      const svg = el('svg', {role: 'img'}), said = html('div', {class: 'said', 'aria-live': 'polite'}), facts = html('div', {class: 'facts'});
-      return {film, svg, said, facts, node: html('div', {}, film.title ? html('div', {class: 'name'}, film.title) : [], svg, said, facts)};
+      const svg = el('svg', {role: 'img'}), said = html('div', {class: 'said', 'aria-live': 'polite'});
+      const facts = html('div', {class: 'facts'}), name = film.title ? html('div', {class: 'name'}, film.title) : [];
+      return {film, svg, said, facts, node: html('div', {}, name, svg, said, facts)};
     });
     const playing = () => timer !== null;
     const playButton = button('play', 'Play', 'space', () => playing() ? pause() : play());
     const scrubber = html('input', {type: 'range', min: 0, step: 1, 'aria-label': 'Iteration'}), where = html('span', {class: 'where'});
     const rate = html('output', {class: 'rate', title: 'iterations per second'});
     const controls = html('div', {class: 'controls', role: 'group', 'aria-label': 'Player'},
-      html('span', {}, button('first', 'First iteration', 'Home', () => jump(0)), button('back', 'Step back', '←', () => jump(at - 1)), playButton,
-        button('next', 'Step forward', '→', () => jump(at + 1)), button('last', 'Last iteration', 'End', () => jump(length() - 1))),
-      html('span', {}, button('slower', 'Slower', '−', () => change(-1)), rate, button('faster', 'Faster', '+', () => change(1))), scrubber, where);
+      html('span', {}, button('first', 'First iteration', 'Home', () => jump(0)), button('back', 'Step back', '←', () => jump(at - 1)),
+        playButton, button('next', 'Step forward', '→', () => jump(at + 1)),
+        button('last', 'Last iteration', 'End', () => jump(length() - 1))),
+      html('span', {}, button('slower', 'Slower', '−', () => change(-1)), rate, button('faster', 'Faster', '+', () => change(1))),
+      scrubber, where);
     const entries = new Map(films.flatMap(film => show.legend?.(film) ?? []).map(([swatch, name]) => [name, swatch]));
     const legend = html('div', {class: 'legend'}, [...entries].map(([name, swatch]) =>
       html('span', {}, el('svg', {width: 26, height: 14, 'aria-hidden': 'true'}, swatch), name)));
@@ -339,7 +360,8 @@ const pagedlm = (() => {
       for (const {film, svg, said, facts, node} of panels) {
         const f = Math.min(at, film.frames.length - 1), w = node.clientWidth;
         if (f < 0 || !w) continue;
-        const frame = film.frames[f], size = {width: w, phone: w < 520, length: length(), tokens: Math.max(...films.map(x => x.most.tokens))};
+        const frame = film.frames[f], tokens = Math.max(...films.map(x => x.most.tokens));
+        const size = {width: w, phone: w < 520, length: length(), tokens};
         const height = show.height(film, size);
         for (const [k, v] of Object.entries({width: w, height, viewBox: `0 0 ${w} ${height}`})) svg.setAttribute(k, v);
         svg.replaceChildren();
@@ -382,8 +404,8 @@ const pagedlm = (() => {
 
     scrubber.oninput = () => jump(+scrubber.value);
     root.onkeydown = e => {
-      const act = {' ': () => playing() ? pause() : play(), ArrowRight: () => jump(at + 1), ArrowLeft: () => jump(at - 1), Home: () => jump(0),
-        End: () => jump(length() - 1), '+': () => change(1), '=': () => change(1), '-': () => change(-1)}[e.key];
+      const act = {' ': () => playing() ? pause() : play(), ArrowRight: () => jump(at + 1), ArrowLeft: () => jump(at - 1),
+        Home: () => jump(0), End: () => jump(length() - 1), '+': () => change(1), '=': () => change(1), '-': () => change(-1)}[e.key];
       if (!act || e.ctrlKey || e.metaKey || e.altKey || e.key === ' ' && e.target.tagName === 'BUTTON') return;
       e.preventDefault();
       e.stopPropagation();
@@ -391,7 +413,9 @@ const pagedlm = (() => {
     };
     const resized = new ResizeObserver(() => { if (width !== root.clientWidth) { width = root.clientWidth; draw(); } });
     resized.observe(root);
-    const seen = new IntersectionObserver(entries => { if (entries.some(e => e.isIntersecting)) { seen.disconnect(); play(); } }, {threshold: 0.3});
+    const seen = new IntersectionObserver(entries => {
+      if (entries.some(e => e.isIntersecting)) { seen.disconnect(); play(); }
+    }, {threshold: 0.3});
     if (autoplay && !matchMedia('(prefers-reduced-motion: reduce)').matches) seen.observe(root);
     draw();
 
@@ -408,5 +432,5 @@ const pagedlm = (() => {
     };
   }
 
-  return {views, hues, slots, el, html, text, colour, ink, box, hatch, chip, cross, Film, mount};
+  return {views, hues, slots, el, html, text, colour, ink, box, hatch, chip, cross, poolFacts, Film, mount};
 })();
