@@ -9,10 +9,11 @@ import pytest
 from conftest import ROOT
 
 from pagedlm.core import ConfigError, DeadlockError, DuplicateRequestError, InvalidRequestError, PagedLMError, Request, RequestTooLargeError
-from pagedlm.figures.explorer import Explorer, Picture, Session, Window, happenings, scripted
+from pagedlm.figures.explorer import Explorer, Picture, Session, Window, happenings, scripted, with_model
 from pagedlm.figures.frames import FilmReader
 from pagedlm.memory.block_manager import check_pool
 from pagedlm.scheduling.engine import Engine, ScriptedExecutor
+from pagedlm.scheduling.policies import policies
 from pagedlm.scheduling.scheduler import Scheduler
 from pagedlm.trace import Trace
 
@@ -101,6 +102,25 @@ def test_refusals_harm_nobody():
     assert session.live == ['mine', 'r1'] and [*session.refused] == ['r2']         # five samples have no seats yet
     session.clear()
     assert session.log == [] == session.live and session.iteration == 0 and session.settings['num_blocks'] == 40
+
+
+@pytest.mark.parametrize('call, why', [
+    (lambda s: Session(num_blocks='a'), "num_blocks='a'"), (lambda s: Session(num_blocks=2.5), 'whole number'), (lambda s: Session(s.trace), 'Trace'),
+    (lambda s: Session(lambda: 3), 'int'), (lambda s: Session(prefix_caching='no'), 'True or False'), (lambda s: Explorer(s, view='nope'), 'paging'),
+    (lambda s: Explorer(s.trace), 'Trace.*player'), (lambda s: Explorer(s, keep=0), 'keep=0')])
+def test_what_it_is_not_is_said(call, why):
+    with pytest.raises(ConfigError, match=why): call(Session())
+
+
+def test_every_policy_takes_a_model(model_path):
+    "Those that compute a prompt whole get a budget for the longest one, whatever the LLM has."
+    from pagedlm.serving.llm import LLM
+    session = Session(with_model(LLM(dtype='float32', num_blocks=12, block_size=4, max_num_seqs=4, max_model_len=40, max_num_batched_tokens=16)))
+    for policy, chosen in policies.items():
+        session.change(policy=policy)
+        assert session.engine.scheduler.max_num_batched_tokens == (16 if chosen.chunked else 40)
+        assert session.settings['max_num_batched_tokens'] == 16
+    with pytest.raises(ConfigError, match='continuous'): session.change(policy='fifo')
 
 
 def test_events_are_found():

@@ -2,13 +2,16 @@
 import json
 from collections import Counter
 from functools import lru_cache
+from random import Random
 
 import numpy as np
 import pytest
 
-from pagedlm.core import ConfigError, Request, SamplingParams
-from pagedlm.figures.frames import FilmReader, film, fold, go_on
+from pagedlm.core import ConfigError, DeadlockError, PagedLMError, Request, SamplingParams
+from pagedlm.figures.explorer import Session
+from pagedlm.figures.frames import FilmReader, film, fold, go_on, said
 from pagedlm.figures.states import Reel, states
+from pagedlm.figures.why import whys
 from pagedlm.memory.block_manager import BlockManager
 from pagedlm.memory.contiguous import ContiguousMemory
 from pagedlm.scheduling.engine import Engine, ScriptedExecutor
@@ -263,3 +266,88 @@ def test_samples_that_never_ran_end_as_one():
     engine.abort('b')
     while engine.has_unfinished: engine.step()
     assert film(engine.trace).frames[1]['said'] == 'Iteration 1: b ends (abort).'
+
+
+WHYS = {'seats': 'seats', 'closed': 'batch', 'budget': 'budget', 'blocks': 'memory', 'policy': 'policy', 'prefix': 'prefix'}
+
+
+def random_session(seed):
+    "A small one that often runs out of something: all policies, both memories, a prefix cache, priorities, samples."
+    rng = Random(seed)
+    one = rng.choice
+    try:
+        s = Session(policy=one(['continuous', 'static', 'unreserved', 'orca', 'vllm']), memory=one(['paged', 'paged', 'contiguous']),
+                    num_blocks=one([3, 5, 8, 12, 20]), block_size=one([1, 2, 4]), max_num_seqs=one([1, 2, 4]), max_num_batched_tokens=one([2, 4, 8, 16, 32]),
+                    max_model_len=32, prefix_caching=rng.random() < .6, num_swap_blocks=one([0, 0, 6]), preemption=one(['auto', 'recompute']),
+                    reserve=one(['max', 'pow2', 'request']))
+    except ConfigError: return None
+    for i in range(rng.randint(2, 6)):
+        prompt = one([rng.randint(1, 8), rng.randint(8, 24)])
+        asked = dict(max_tokens=rng.randint(1, 8), n=one([1, 1, 2]), prefix=one([0, prompt]), priority=one([0, 0, 0, 1]))
+        try: s.add(prompt, **asked)
+        except PagedLMError: pass
+        try:
+            for _ in range(one([0, 0, 0, 1, 2])): s.step()
+        except DeadlockError: pass
+    try: s.run_to('idle', most=60)
+    except DeadlockError: pass
+    return s
+
+
+def test_a_caption_says_why_as_the_scheduler_would():
+    "Whatever a reel says of the head of the line, a run of the same scheduler that is listened to says, too; and it does not say nothing."
+    seen, named, silent = Counter(), Counter(), 0
+    for seed in range(600):
+        s = random_session(seed)
+        if s is None or not len(s.trace): continue
+        reel = Reel(s.trace, s.requests)
+        for heard in whys(s.trace, requests=s.requests.values()):
+            st = reel.step()
+            n, real = reel.need, st.head and heard.get(st.head.request_id)
+            if not real or real.state != 'waiting': continue
+            silent += not n or not n.why
+            text = said(reel)
+            if not n or not n.why:
+                assert text.endswith(('wait.', 'waits.')), text
+                continue
+            at = seed, st.plan.iteration, n, str(real), text
+            assert real.reason == WHYS[n.why], at
+            if n.why == 'blocks': assert (n.blocks, n.keep, n.free) == (real.needed, real.kept, real.free), at
+            if n.why == 'prefix':
+                assert text.endswith(f': {n.by} is computing the prefix that both have.'), at
+                mine, its = (s.requests[r].prompt_token_ids.tolist() for r in (st.head.request_id, n.by)) if n.by != 'another' else ([1], [1])
+                assert mine[0] == its[0], at
+                named[(n.by,) == real.others] += 1
+            if n.why == 'policy' and n.asks: assert (n.asks, n.left) == (real.needed, real.free), at
+            if n.why == 'seats': assert f'needs {n.asks} seat' in str(real) and n.left < n.asks, at
+            if n.why == 'budget': assert f'at least {n.asks} token' in str(real) and f'and {n.left} of the' in str(real), at
+            seen[n.why, s.settings['policy']] += 1
+    reasons = Counter()
+    for (why, _), n in seen.items(): reasons[why] += n
+    assert named[True] > 10 * named[False]                  # `whys` names the first who promised a block, a reel him who is to fill the next one
+    assert reasons.keys() == WHYS.keys() and min(reasons.values()) > 10 and silent < reasons.total() / 5, (seen, silent)
+
+
+def last_words(s, frame): return film(s.trace).frames[frame]['said']
+
+
+def test_why_the_first_in_line_waits_in_words():
+    "For a prefix that another computes, for a reservation, for two seats of which one is free; and one block is not several."
+    s = Session(num_blocks=5, block_size=2, prefix_caching=True, max_num_batched_tokens=16, max_model_len=32)
+    for m in 2, 7: s.add(7, m, prefix=7)
+    s.run_to('idle')
+    assert last_words(s, 0).endswith('r1 waits: r0 is computing the prefix that both have.')
+    s = Session(policy='orca', num_blocks=5, block_size=2, max_num_seqs=1, max_model_len=32)
+    s.add(6, 2)
+    s.add(4, 1)
+    s.run_to('idle')
+    assert last_words(s, 0).endswith('r1 waits: r1 would reserve 3 blocks, and 4 of 5 are reserved.')
+    s = Session(num_blocks=12, block_size=2, max_num_seqs=2, max_model_len=32)
+    s.add(6, 2)
+    s.add(4, 1, n=2)
+    s.run_to('idle')
+    assert last_words(s, 0).endswith('r1 waits: r1 needs 2 seats, 1 of 2 is free.')
+    s = Session(policy='vllm', num_blocks=3, block_size=2, max_num_batched_tokens=4, prefix_caching=True, preemption='recompute', max_model_len=32)
+    for p in 4, 1: s.add(p, 2, prefix=p)
+    s.run_to('idle')
+    assert 'r1 is thrown out: its 1 block is given back, to be computed again' in last_words(s, 1)

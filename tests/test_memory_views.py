@@ -229,6 +229,25 @@ def test_text_can_be_read(view, width, dark, runs, show):
         assert page.evaluate(CONTRAST) == [], f
 
 
+OVERLAPS = """() => {
+  const all = [...document.querySelectorAll('svg[role=img]')].flatMap(svg => {
+    const texts = [...svg.querySelectorAll('text.dim.small')].filter(t => t.textContent).map(t => [t.textContent, t.getBBox()]);
+    const boxes = [...svg.querySelectorAll('.pool > [data-block], .cpu > [data-block]')].map(e => ['block', e.getBBox()]);
+    return texts.flatMap(([a, p], i) => [...texts.slice(i + 1), ...boxes].filter(([, q]) =>
+      p.x + 1 < q.x + q.width && q.x + 1 < p.x + p.width && p.y + 2 < q.y + q.height && q.y + 2 < p.y + p.height).map(([b]) => [a, b]));
+  });
+  return all;
+}"""
+
+@pytest.mark.parametrize('view', ['paging', 'sharing'])
+def test_headings_have_room(view, runs, show):
+    for width in 360, 560, 600, 700, 900:
+        page = show([data for _, data in runs.values()], view, width + 16)
+        for f in 2, 9:
+            page.evaluate('f => h.show(f)', f)
+            assert page.evaluate(OVERLAPS) == [], (width, f)
+
+
 def test_two_memories_have_one_scale(runs, show):
     requests = [(i, Request(f'r{i}', np.arange(6 + i), SamplingParams(max_tokens=5 + i))) for i in range(6)]
     films = [film(run(m, requests)).to_dict() for m in (ContiguousMemory(24, 4, 32), BlockManager(24, 4))]

@@ -135,3 +135,57 @@ def test_the_gap_that_is_too_short():
     assert [block_kinds[k] for k in kinds] == ['too short'] * 3 + ['written'] * 3 + ['reserved'] + ['too short'] * 3 + ['free'] * 0 + [block_kinds[k] for k in kinds[10:]]
     said = ' '.join(plot_paging(engine.trace, at).figure.texts[0].get_text().split())
     assert said.endswith('8 blocks are free, but no more than 5 in a row, and long needs 6.')
+
+
+def of_a_large_pool(n, ids=('r0', 'r1', 'r2'), swap=0):
+    pool = BlockManager(n, 16, swap)
+    executor = ScriptedExecutor(num_blocks=n, block_size=16, num_swap_blocks=swap)
+    engine = Engine(Scheduler(pool, 8, 64, 256), executor, Trace('full'), clock=None)
+    engine.run([Request(name, np.arange(30 + 9 * i) + 50 * i, SamplingParams(max_tokens=8)) for i, name in enumerate(ids)])
+    return engine.trace
+
+
+@pytest.mark.parametrize('width', [4, 7.5])
+def test_a_pool_of_thousands_of_blocks(width):
+    "Those in use are drawn, and no word lies over another; the others are counted."
+    trace = of_a_large_pool(5000, swap=2000)
+    m = memory_map(trace)
+    used = np.flatnonzero((m.kinds > 0).any(1))
+    ax, _ = plot_memory(trace, width=width)
+    image = ax.images[0].get_array()
+    assert len(image) == len(used) < 20 and [t for t in ax.texts if t.get_text().strip() == f'and {5000 - len(used):,} more, free']
+    assert np.allclose(image[:, -1][m.kinds[used, -1] == 1], [to_rgba(hues[r]) for r in m.owners[used, -1] if r >= 0])
+    ax.figure.canvas.draw()
+    assert next(t.get_text() for t in ax.get_yticklabels() if t.get_text()) == str(used[0])
+    for a, total in zip(compare_memory(trace, of_a_large_pool(4000), width=width), (5000, 4000)):
+        assert len(a.images[0].get_array()) == len(used) and any(f'{total - len(used):,} more' in t.get_text() for t in a.texts)
+    held = {b for st in states(trace) if st.plan.iteration == 2 for b in st.held()}
+    ax = plot_paging(trace, 2, width)
+    ax.figure.canvas.draw()
+    words = [t.get_text() for t in ax.texts]
+    assert f'and {5000 - len(held):,} more, free' in words and 'and 2,000 more, free' in words and all(f'{b}' in words for b in held)
+    boxes = [t.get_window_extent() for t in ax.texts]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    assert ax.figure.get_figheight() < 6
+
+
+def test_numbers_that_would_overlap_are_left_out():
+    "Of hundreds of blocks in use in a narrow figure."
+    pool = BlockManager(6000, 1)
+    engine = Engine(Scheduler(pool, 8, 4096, 4096), ScriptedExecutor(num_blocks=6000, block_size=1), Trace('full'), clock=None)
+    engine.run([Request('r0', np.arange(1500), SamplingParams(max_tokens=2))])
+    ax = plot_paging(engine.trace, 0, 4)
+    ax.figure.canvas.draw()
+    boxes = [t.get_window_extent() for t in ax.texts]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i]) and len(boxes) < 10
+
+
+def test_long_names_are_cut_short(recwarn):
+    "Of 120 characters, in every picture."
+    trace = of_a_large_pool(40, ('a' * 120, 'b' * 120, 'c'))
+    for fig in (plot_timelines(trace, width=4).figure, plot_memory(trace, width=4)[0].figure, plot_paging(trace, 2, 4).figure):
+        fig.canvas.draw()
+        for ax in fig.axes:
+            assert ax.get_window_extent().width > 200
+            for t in [*ax.texts, *ax.get_yticklabels()]: assert len(t.get_text()) < 60 and 'a' * 30 not in t.get_text()
+    assert not recwarn.list

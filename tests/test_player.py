@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from test_trace import RUNS, random_run
 
 from pagedlm.core import ConfigError, Request, SamplingParams
@@ -77,7 +78,7 @@ def press(page, name): page.get_by_role('button', name=name, exact=True).click()
 def test_controls(visit):
     trace = serve(8)
     page, last = visit(player(trace, title='A & B <i>')), len(trace) - 1
-    assert page.title() == 'A & B <i>' and page.locator('.title').text_content() == 'A & B <i>'
+    assert page.title() == 'A & B <i>' == page.get_by_role('heading', level=1).text_content() and page.locator('.title').count() == 0
     said, picture = page.locator('.said'), page.get_by_role('img')
     assert now(page) == 0 and said.get_attribute('aria-live') == 'polite'
     press(page, 'Step forward'); press(page, 'Step forward'); press(page, 'Step back')
@@ -200,10 +201,39 @@ def test_on_a_phone(visit, view):
     for f in 0, 12, 25:
         page.locator('input').first.fill(str(f))
         assert page.evaluate('document.documentElement.scrollWidth') <= 360
+        assert page.get_by_text('after it:').count() == 2 * (view != 'sharing')         # what is counted then, not in the iteration
         for e in page.get_by_role('img').all():
             right = e.evaluate("e => Math.max(...[...e.querySelectorAll('text')].map(t => t.getBoundingClientRect().right)) - e.getBoundingClientRect().right")
             assert right <= 1, (f, right)                               # no word is cut
     for e in page.locator('button, input').all(): assert min(e.bounding_box()[k] for k in ('width', 'height')) >= 32
+
+
+@each_view
+def test_long_ids(visit, view):
+    "Ids of 150 characters make no page scroll sideways, wherever they stand."
+    trace, long = serve(4), lambda name: name + 'x' * 150
+    told = json.loads(re.sub(r'\br(\d)\b', lambda m: long(m[0]), json.dumps(film(trace).to_dict())))
+    head = {k: v for k, v in told.items() if k not in ('requests', 'seqs', 'frames')} | {'title': long('title')}
+    shown = Film(head, told['requests'], told['seqs'], told['frames'])
+    for page in visit(player(shown, view, title=long('title')), width=360), visit(bare(shown, view=view, title=long('title')), width=360):
+        assert long('r0') in page.locator('.said').text_content()
+        assert page.evaluate('document.documentElement.scrollWidth') <= 360
+        assert page.evaluate('Math.max(...[...document.querySelectorAll("div, h1")].map(e => e.scrollWidth - e.clientWidth))') <= 0
+
+
+def test_an_abort_has_its_mark(visit):
+    "A dagger at the left edge of the iteration: in the seat of each sequence, or in the line where the request stood."
+    engine = Engine(Scheduler(BlockManager(40, 4), 2, 24, 64), ScriptedExecutor(num_blocks=40, block_size=4), Trace('full'), clock=None)
+    for name, n in ('a', 2), ('b', 1): engine.add(Request(name, [1] * 5, SamplingParams(n=n, max_tokens=9)))
+    for name in None, None, 'b', 'a':
+        if name: engine.abort(name)
+        engine.step()
+    page = visit(player(engine.trace))
+    marks = lambda: [m for e in page.locator('svg[role=img] .dagger').all() for m in re.findall(r'M[\d.]+ [\d.]+', e.get_attribute('d'))]
+    assert marks() == [] and page.locator('.legend').get_by_text('aborted').count() == 1
+    for f, n in (1, 0), (2, 1), (3, 3):
+        page.locator('input').fill(str(f))
+        assert len(set(marks())) == n, f
 
 
 def luminance(rgb): return sum(w * (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4) for w, c in zip((0.2126, 0.7152, 0.0722), rgb))
@@ -305,10 +335,20 @@ def test_a_film_that_grows(visit):
     assert page.locator('#here *').count() == 0
 
 
+def test_lines_can_be_read():
+    for path in (ROOT/'pagedlm'/'figures').glob('*.[jc]s*'):
+        long = [i for i, line in enumerate(path.read_text(encoding='utf-8').splitlines(), 1) if len(line) > 140]
+        assert not long, (path.name, long)
+
+
 def test_what_it_refuses():
     trace = serve(3)
     for what, why in ((lambda: player(Trace('requests')), 'level'), (lambda: player(trace, 'slots'), 'batch, paging, sharing'),
-                      (lambda: player(trace, beside=serve(4)), 'same requests'), (lambda: player(trace, speed=0), '256')):
+                      (lambda: player(trace, beside=serve(4)), 'same requests'), (lambda: player(trace, speed=0), '256'),
+                      (lambda: player(trace, first=99), f'iterations 0 to {len(trace) - 1}'), (lambda: player(trace, first=5, last=3), '0 to'),
+                      (lambda: player(serve(0)), 'run its engine'), (lambda: player(None), 'NoneType'), (lambda: player([trace]), 'list'),
+                      (lambda: player(trace, beside=3), 'int'), (lambda: player(trace, speed='fast'), "'fast'"),
+                      (lambda: player(trace, first='a'), "first='a'"), (lambda: player(trace, title=3), 'title=3')):
         with pytest.raises(ConfigError, match=why): what()
     named = player(Film(film(trace).head, [{**r, 'id': '</script><b>' + r['id']} for r in film(trace).requests], film(trace).seqs, film(trace).frames))
     assert '</script><b>' not in named._repr_html_()

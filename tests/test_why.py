@@ -13,6 +13,7 @@ from pagedlm.figures.batch import history
 from pagedlm.figures.rerun import Again, Outside
 from pagedlm.figures.why import Lives, _Listener, one_more_block, rerun, stays, what_if, who_held, why, why_at, whys
 from pagedlm.memory.block_manager import BlockManager
+from pagedlm.memory.contiguous import ContiguousMemory
 from pagedlm.scheduling.engine import Engine, ScriptedExecutor
 from pagedlm.scheduling.policies import Policy, policies
 from pagedlm.scheduling.scheduler import Scheduler
@@ -250,7 +251,8 @@ def test_holders_are_what_the_memory_says():
             by = {i: s for s in life for i in range(s.start, s.stop)}
             for plan, tables in replay(trace):
                 s, holders = by[plan.iteration], {i for i, table in tables.items() if block in table}
-                assert len(s.holders) == len(holders) and all(s.filled <= trace.meta['memory']['block_size'] for s in life)
+                assert len(s.holders) == len(holders) and all(len(s.filled) == s.stop - s.start for s in life)
+                assert s.filled[plan.iteration - s.start] <= trace.meta['memory']['block_size']
                 if not holders: assert s.findable == (block in found.get(plan.iteration, ())), (run, block, plan.iteration)
                 free, shared, findable = free + (not holders), shared + (len(holders) > 1), findable + s.findable
     assert min(free, shared, findable) > 20, (free, shared, findable)
@@ -320,15 +322,131 @@ def test_what_cannot_be_answered():
     trace = small()
     with pytest.raises(KeyError, match="request 'z' is not in this trace"): why(trace, 'z', 0)
     with pytest.raises(KeyError, match='iteration 99 was not recorded'): why(trace, 'a', 99)
-    with pytest.raises(KeyError, match='block 6 is none of the 6'): who_held(trace, 6)
+    with pytest.raises(KeyError, match='block 6 is none of this pool: it has 0 to 5'): who_held(trace, 6)
     with pytest.raises(KeyError, match='iteration 99 was not recorded'): who_held(trace, 1, 99)
     with pytest.raises(ConfigError, match='level "full"|level="full"'): why(Trace('requests'), 'a', 0)
     with pytest.raises(ConfigError, match='does not say with what settings'): rerun(Trace('full'))
     with pytest.raises(ConfigError, match='blocks=3 is no setting of paged memory'): rerun(trace, blocks=3)
     with pytest.raises(ConfigError, match="it is 'paged' or 'contiguous'"): rerun(trace, memory='virtual')
     with pytest.raises(ConfigError, match="policy 'nobody' is not known"): rerun(trace, policy='nobody')
+    with pytest.raises(KeyError, match="it has a, b and c"): why(trace, 'z', 0)
+    for ask in lambda: why(trace, 'a', -1), lambda: who_held(trace, 1, 8):
+        with pytest.raises(KeyError, match='was not recorded in this trace: it has 0 to 7'): ask()
+    for ask in (lambda: why(trace, 'a', '1'), lambda: why(trace, 'a', 1.5), lambda: who_held(trace, '1'), lambda: who_held(trace, 1, .5),
+                lambda: one_more_block(trace, .5)):
+        with pytest.raises(ConfigError, match='is not a whole number'): ask()
+    for blocks in 0, -1, -6:
+        with pytest.raises(ConfigError, match=f'blocks={blocks}: at least 1;'): one_more_block(trace, blocks)
+    with pytest.raises(ConfigError, match='no change is named'): what_if(trace)
+    for level, match in dict(full='does not say with what settings', requests='level="full"', off='level="full"').items():
+        for ask in lambda: who_held(Trace(level), 0), lambda: one_more_block(Trace(level)):
+            with pytest.raises(ConfigError, match=match): ask()
+    idle = Engine(Scheduler(BlockManager(4, 4), 2, 32, 64), ScriptedExecutor(), Trace('full'), clock=None)
+    for iteration in None, 0:
+        with pytest.raises(ConfigError, match='no iteration yet'): who_held(idle.trace, 0, iteration)
     trace.events.append(trace.events[0])
     with pytest.raises(ConfigError, match="'a' was used twice"): why(trace, 'a', 0)
+
+
+def test_nobody_there():
+    engine = Engine(Scheduler(BlockManager(4, 4), 2, 32, 64), ScriptedExecutor(), Trace('full'), clock=None)
+    for _ in range(2): engine.step()
+    assert plain(rerun(engine.trace)) == plain(engine.trace) and len(rerun(engine.trace)) == 2
+    assert list(whys(engine.trace)) == [{}, {}] and who_held(engine.trace, 0).stays == [(0, 2, (), (0, 0), False)]
+
+
+def test_a_reservation_holds_back():
+    trace = small(8, (('a', 8, 8), ('b', 8, 12), ('c', 4, 2)), budget=64, policy='orca')
+    held = '; policy {!r} would reserve 5 blocks for it, and 4 of 8 are reserved; '.format('orca')
+    assert str(why(trace, 'b', 0)) == f'b waited in iteration 0: first in line{held}b ran from iteration 8 on, after a ended in 7.'
+    assert "it stands behind b, and policy 'orca' would reserve 5 blocks for b, and 4 of 8 are" in str(why(trace, 'c', 0))
+
+    class Alone(Policy):
+        name = 'alone'
+        def may_start(self, scheduler, group): return not scheduler.num_running
+    policies['alone'] = Alone
+    try: assert "first in line; policy 'alone' does not let it start; " in str(why(small(40, policy='alone'), 'b', 0))
+    finally: del policies['alone']
+
+
+def test_places_of_those_who_ended_in_the_plan():
+    memory = BlockManager(8, 1)
+    engine = Engine(Scheduler(memory, 1, 32, 32, 'vllm', watermark=0), ScriptedExecutor(num_blocks=8), Trace('full'), clock=None)
+    engine.add(Request('a', range(6), SamplingParams(max_tokens=4)))
+    engine.step()
+    engine.run([Request('b', [7], SamplingParams(max_tokens=2))])
+    told = why(engine.trace, 'b', 3)
+    assert str(told) == ('b waited in iteration 3: first in line, it needs 1 seat, and 1 of 1 in this plan is taken: 1 sequence of a ended '
+                         'for want of memory while it was made, and keeps its place; b ran from iteration 4 on.')
+    assert told.reason == 'seats' and told.others == ('a',) and why(engine.trace, 'b', 2).others == ('a',)
+
+
+def test_only_the_first_are_looked_at():
+    memory = BlockManager(20, 4, prefix_caching=True)
+    engine = Engine(Scheduler(memory, 1, 8, 64), ScriptedExecutor(num_blocks=20, block_size=4), Trace('full'), clock=None)
+    engine.run([Request(x, [*range(18), i], SamplingParams(max_tokens=3)) for i, x in enumerate('ab')] + [Request('c', [99] * 4)], 3)
+    told = why(engine.trace, 'c', 1, [Request('b', [*range(18), 1]), Request('c', [99] * 4)])
+    assert told.reason == 'line' and told.head is None and 'only the first in line is looked at, and it waits for a prefix' in str(told)
+
+
+# requests that never started
+
+def cut_short(requests, memory, seats, aborted, steps=2):
+    "A run in which somebody is aborted before he started."
+    engine = Engine(Scheduler(memory, seats, 8, 64, watermark=0), ScriptedExecutor(), Trace('full'), clock=None)
+    for r in requests: engine.add(r)
+    for _ in range(steps): engine.step()
+    engine.abort(aborted)
+    engine.run()
+    assert all(s.request_id != aborted for p in engine.trace.plans for s in p.new)
+    return engine.trace
+
+
+def test_stand_ins_stand_where_they_stood():
+    "A stand-in has the priority of whom it stands for, and is not refused where he was not."
+    ask = lambda x, m=6, **more: Request(x, [ord(x)] * 4, SamplingParams(max_tokens=m), **more)
+    urgent = cut_short([ask('a'), ask('c', priority=1000), ask('b', 2)], BlockManager(20, 4), 1, 'c', 7)
+    roomy = cut_short([ask('a'), ask('c'), ask('b')], ContiguousMemory(8, 4, 64, 'request'), 1, 'c')
+    for trace in urgent, roomy:
+        told = [w for all_ in whys(trace) for w in all_.values()]
+        assert all(w.state != 'unknown' for w in told) and {w.state for w in told if w.request_id == 'b'} >= {'waiting', 'running'}
+
+
+def test_who_has_to_be_given_is_named():
+    begin = list(range(16))                             # b waits for a's prefix, and c comes in before it
+    asked = [Request(x, prompt, SamplingParams(max_tokens=6)) for x, prompt in (('a', begin + [1]), ('b', begin + [2]), ('c', [99] * 4))]
+    trace = cut_short(asked, BlockManager(20, 4, prefix_caching=True), 4, 'b', 1)
+    hint = 'The trace has no prompt of b, which never started: give it, as requests=[...].'
+    assert hint in str(why(trace, 'c', 1)) and why(trace, 'c', 1, [asked[1]]).state == 'running'
+    with pytest.raises(ConfigError) as e: who_held(trace, 0)
+    assert hint in str(e.value) and who_held(trace, 0, requests=[asked[1]]).stays[0].holders
+
+
+def test_deadlocks_do_not_leak():
+    "Where the run again comes to a standstill, which this one did not, that is said."
+    class Shortest(Policy):
+        def place(self, scheduler, request): return request.prompt_len
+    scheduler = Scheduler(BlockManager(20, 4, prefix_caching=True), 1, 32, 64, Shortest())
+    engine = Engine(scheduler, ScriptedExecutor(), Trace('full'), clock=None)
+    for x, n in ('long', 9), ('short', 3): engine.add(Request(x, range(n), SamplingParams(max_tokens=4)))
+    engine.step()
+    engine.abort('long')
+    engine.run()
+    with pytest.raises(ConfigError, match='in iteration 0 cannot be told.*no prompt of long, .* give it'): who_held(engine.trace, 0)
+    assert why(engine.trace, 'short', 0).state == 'unknown'
+
+
+def test_seconds_are_the_same():
+    "Of the same plans; of others it is their mean."
+    memory = BlockManager(6, 4)
+    engine = Engine(Scheduler(memory, 4, 32, 64, watermark=0), ScriptedExecutor(seconds_per_token=.003), Trace('full'), clock=None)
+    engine.run([Request(x, np.arange(n), SamplingParams(max_tokens=m)) for x, n, m in (('a', 8, 6), ('b', 7, 4), ('c', 9, 3))])
+    trace, again = engine.trace, rerun(engine.trace)
+    assert len(set(trace['seconds'].round(6))) > 2
+    np.testing.assert_allclose(again['seconds'], trace['seconds'])
+    np.testing.assert_allclose([e.time for e in again.events], [e.time for e in trace.events])
+    other = rerun(trace, num_blocks=7)
+    np.testing.assert_allclose(other['seconds'][0], trace['seconds'].mean())
 
 
 def test_another_policy_of_the_same_name_is_noticed():

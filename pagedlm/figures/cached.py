@@ -14,7 +14,7 @@ from ..core import Plan, StepResult
 # %% auto #0
 __all__ = ['Findable']
 
-# %% ../../nbs/56_cached.ipynb #33563f0b
+# %% ../../nbs/56_cached.ipynb #76390493
 class Findable:
     """The blocks that a prefix cache finds, from plans and results alone: `serials`, by block; the rules are those of `PrefixCache.add`.
 
@@ -31,13 +31,14 @@ class Findable:
         self._keys: dict[int, list[int]] = {}              # of its full blocks
         self._chains: dict[int, list[int]] = {}            # the serials of those
         self._beams: set[int] = set()
+        self._promised: dict[int, range] = {}              # by sequence id: its blocks that it was let in to fill
 
-# %% ../../nbs/56_cached.ipynb #fc0f6b30
+# %% ../../nbs/56_cached.ipynb #c19ee21d
 @patch
 def _meet(self: Findable, plan: Plan) -> None:
     "Take in who is new, forget who has left, and let beams change places."
     for s in plan.forget.tolist():
-        for of_seq in self._tokens, self._keys, self._chains: of_seq.pop(s, None)
+        for of_seq in self._tokens, self._keys, self._chains, self._promised: of_seq.pop(s, None)
     for s in plan.new:
         self._tokens[s.seq_id], self._keys[s.seq_id], self._chains[s.seq_id] = s.prompt_token_ids.tolist(), [], []
         if s.params.beam_width: self._beams.add(s.seq_id)
@@ -63,6 +64,8 @@ def hand_out(self: Findable, plan: Plan, found: Mapping[int, int], tables: Mappi
         if s in found:
             known = blocks[first:first + found[s] // self.block_size]
             self._chains[s] = [self.serials.get(b, 0) for b in known]
+            self._promised.pop(s, None)                    # who was let in last stands last
+            self._promised[s] = range(len(known), len(self._tokens[s]) // self.block_size)
         for b in blocks[first:stop]:
             if b not in known: self._lose(b)
 
@@ -97,3 +100,23 @@ def filled(self: Findable, plan: Plan, result: StepResult, tables: Mapping[int, 
         self._keys[child] = self._keys[parent][:len(self._chains[parent])]
     for s, token in zip(plan.due.tolist(), result.tokens.tolist()):
         if token >= 0 and s not in self._beams: self._tokens[s].append(token)
+
+# %% ../../nbs/56_cached.ipynb #74465495
+@patch
+def find(self: Findable, tokens: Sequence[int], most: int) -> list[int]:
+    "The blocks that hold the first of these tokens, as many as there are within the first `most`."
+    found, key, before, size = [], -1, 0, self.block_size
+    for i in range(most // size):
+        key = self._intern.get((key, tuple(tokens[i * size:(i + 1) * size])), -2)
+        block = self._blocks.get(key)
+        if block is None or self._named[block][1] != before: break
+        found.append(block)
+        before = self.serials[block]
+    return found
+
+@patch
+def filling(self: Findable, tokens: Sequence[int], index: int) -> list[int]:
+    "The sequences that were let in to fill block `index` of these tokens, and have not yet."
+    upto, size = (index + 1) * self.block_size, self.block_size
+    return [s for s, blocks in self._promised.items() if index in blocks and len(self._chains[s]) <= index
+            and self._tokens[s][:upto] == list(tokens[:upto])]

@@ -18,7 +18,7 @@ from ..trace import Trace, usage_kinds
 # %% auto #0
 __all__ = ['said', 'Film', 'go_on', 'FilmReader', 'film', 'fold']
 
-# %% ../../nbs/56_frames.ipynb #05b9ea18
+# %% ../../nbs/56_frames.ipynb #4d3f1d2c
 def _some(n: int, what: str) -> str: return f'{n} {what}{"s" * (n != 1)}'
 
 def _is(n: int) -> str: return 'is' if n == 1 else 'are'
@@ -39,7 +39,8 @@ def _comings(st: State) -> list[str]:
         elif e.kind == 'resume' and e.detail == 'swap': out.append(f'{a.request_id} comes back from the swap pool')
         elif e.kind == 'resume': out.append(f'{a.request_id} comes back, to be computed again')
         elif e.kind == 'preempt':
-            does = 'go to the swap pool' if e.detail == 'swap' else 'are given back, to be computed again'
+            one = st.lost[r] == 1
+            does = f'go{"es" * one} to the swap pool' if e.detail == 'swap' else f'{_is(st.lost[r])} given back, to be computed again'
             out.append(f'{a.request_id} is thrown out: its {_some(st.lost[r], "block")} {does}')
     return out
 
@@ -63,18 +64,29 @@ def _goings(st: State) -> list[str]:
         else: out.append(f'{does}: of its {_some(len(had), "block")} {gone or "none"} {_is(gone)} given back, others hold the rest')
     return out
 
-# %% ../../nbs/56_frames.ipynb #a8c0ee13
-_whys = {'seats': 'no seat is free', 'closed': 'the batch is closed until its last member ends',
-         'budget': 'the tokens of this iteration are spent'}
+# %% ../../nbs/56_frames.ipynb #00970ecd
+def _reason(reel: Reel, n: Need) -> str:
+    "Of one who does not wait for blocks."
+    name, seats, blocks = reel.state.head.request_id, reel.settings['max_num_seqs'], reel.pool['num_blocks']
+    taken = blocks - n.left
+    if n.why == 'seats' and not n.left: return 'no seat is free'
+    if n.why == 'seats': return f'{name} needs {_some(n.asks, "seat")}, {n.left} of {seats} {_is(n.left)} free'
+    if n.why == 'closed': return 'the batch is closed until its last member ends'
+    if n.why == 'prefix': return f'{n.by} is computing the prefix that both have'
+    if n.why == 'policy' and not n.asks: return 'nobody starts while somebody is swapped out'
+    if n.why == 'policy': return f'{name} would reserve {_some(n.asks, "block")}, and {taken} of {blocks} {_is(taken)} reserved'
+    if not n.left: return 'the tokens of this iteration are spent'
+    return f'{name} computes {_some(n.asks, "token")} at once, and {n.left} of this iteration {_is(n.left)} left'
 
-def _waits(st: State, n: Need | None) -> str:
+def _waits(reel: Reel) -> str:
     "Who waits, and why the first of them does."
+    st, n = reel.state, reel.need
     num = len(st.waiting) + len(st.swapped)
     if not num: return ''
     name = st.head.request_id
     who = f'{name} and {num - 1} more wait' if num > 1 else f'{name} waits'
     if n is None or not n.why: return f' {who}.'
-    if n.why != 'blocks': return f' {who}: {_whys[n.why]}.'
+    if n.why != 'blocks': return f' {who}: {_reason(reel, n)}.'
     if n.span and n.blocks <= n.free:
         times = f'{n.blocks // n.span} times ' if n.blocks > n.span else ''
         return f' {who}: {n.free} blocks are free, but no more than {n.run} in a row, and {name} needs {times}{n.span}.'
@@ -96,7 +108,7 @@ def said(reel: Reel) -> str:
         parts = [f'{st.called(s)} computes {n} tokens' for s, n in long]
         if n := plan.num_chunks - len(long):
             parts.append('1 sequence computes a token' if n == 1 else f'{n} sequences compute a token each')
-    return f'Iteration {plan.iteration}: ' + ('; '.join(parts) or 'nothing is computed') + '.' + _waits(st, reel.need)
+    return f'Iteration {plan.iteration}: ' + ('; '.join(parts) or 'nothing is computed') + '.' + _waits(reel)
 
 # %% ../../nbs/56_frames.ipynb #28db82ba
 @dataclass

@@ -106,20 +106,40 @@ def _name_runs(ax: Axes, owners: np.ndarray, x: np.ndarray, names: list[str], in
         if n * inches / owners.shape[1] < .07 * len(names[r]) + .05 or len(longest) * 324 / len(owners) < 6.5: continue
         ax.text(x[a] + n / 2, row, names[r], ha='center', va='center_baseline', fontsize=6, color=_ink(hues[r % len(hues)]))
 
-# %% ../../nbs/57_paging.ipynb #02ba04d7
-def _draw_map(ax: Axes, m: MemoryMap, width: float, swap: bool = False) -> list[str]:
-    "The pool, or the swap pool; returns the kinds that were drawn."
-    owners = m.swapped if swap else m.owners
-    kinds = (owners >= 0).astype(int) if swap else m.kinds
-    x = m.iterations
+# %% ../../nbs/57_paging.ipynb #ad8fdd8b
+_most_rows = 300
+
+def _rows(*used: np.ndarray) -> np.ndarray:
+    "The blocks that get a row: all of small pools, those that are ever in use of large ones. used: bool [blocks, iterations] of each pool."
+    n = max(map(len, used))
+    if n <= _most_rows: return np.arange(n)
+    rows = np.unique(np.concatenate([np.flatnonzero(u.any(1)) for u in used]))
+    return rows if len(rows) else np.arange(8)
+
+def _short(name: str, most: int = 24) -> str:
+    "A name that a figure has room for."
+    return name if len(name) <= most else name[:most - 1] + '…'
+
+# %% ../../nbs/57_paging.ipynb #a525d274
+def _draw_map(ax: Axes, m: MemoryMap, width: float, rows: np.ndarray, swap: bool = False) -> list[str]:
+    "Blocks `rows` of the pool, or of the swap pool; returns the kinds that were drawn."
+    owners, x, total = m.swapped if swap else m.owners, m.iterations, len(m.swapped if swap else m.owners)
+    rows = rows[rows < total]
+    owners, holders = owners[rows], m.holders[:0] if swap else m.holders[rows]
+    kinds = (owners >= 0).astype(int) if swap else m.kinds[rows]
     ax.imshow(_colours(kinds, owners), extent=(x[0], x[-1] + 1, len(owners) - .5, -.5), aspect='auto', interpolation='none')
     drawn = [k for i, k in enumerate(block_kinds) if i and (kinds == i).any()]
-    if not swap and (m.holders > 1).any():
-        _hatch(ax, x, m.holders > 1, 'shared')
+    if (holders > 1).any():
+        _hatch(ax, x, holders > 1, 'shared')
         drawn.append('shared')
-    _name_runs(ax, np.where((kinds == 1) & (swap or m.holders < 2), owners, -1), x, m.names, width)
+    _name_runs(ax, np.where((kinds == 1) & (swap or holders < 2), owners, -1), x, [_short(name) for name in m.names], width)
     ax.set(ylabel='swap pool' if swap else 'block', xlim=(x[0], x[-1] + 1))
     ax.yaxis.get_major_locator().set_params(integer=True)
+    if more := total - len(rows):
+        ax.yaxis.set_major_formatter(lambda y, _: str(rows[int(y)]) if 0 <= y < len(rows) else '')
+        strip = .16 * len(rows) / np.clip(.105 * len(rows), 1.1, 4.5)              # a line of text below the last row
+        ax.set_ylim(len(rows) - .5 + strip, -.5)
+        ax.text(x[0], len(rows) - .5 + strip / 2, f' and {more:,} more, free', va='center_baseline', fontsize=7, color=_grey)
     ax.xaxis.get_major_locator().set_params(integer=True)
     return drawn
 
@@ -142,32 +162,33 @@ def _map_handles(drawn: Iterable[str]) -> list:
              **{k: Line2D([], [], label=f'preempted: {k}', **_mark_style(k)) for k in ('recompute', 'swap')}}
     return [h for k, h in looks.items() if k in drawn] + [Patch(fc='none', ec=_grey, lw=.6, label='free')]
 
-# %% ../../nbs/57_paging.ipynb #cd938dc0
+# %% ../../nbs/57_paging.ipynb #91514c80
 def plot_memory(trace: Trace, ax: Axes | tuple[Axes, Axes] | None = None, first: int = 0, last: int | None = None, width: float = 7.5
                 ) -> tuple[Axes, Axes | None]:
     """Draw who holds each block (rows) in each iteration (columns) of [first, last), from a trace of level "full"; returns the axes of
     the pool and of the swap pool, None when there is none.
 
     The colour is the request's. Pale: kept for it and not written. Hatched: in several tables. ax: axes for the pool, or a pair of axes;
-    without it a figure `width` inches wide is made, with a legend. Raises ConfigError for a trace of another level, and for no iterations.
+    without it a figure `width` inches wide is made, with a legend. Of a pool of more than 300 blocks, those that were never in use are only
+    counted. Raises ConfigError for a trace of another level, and for no iterations.
     """
     m = memory_map(trace, first, last)
-    swaps = bool((m.swapped >= 0).any())
+    swaps, rows, swap_rows = bool((m.swapped >= 0).any()), _rows(m.kinds > 0), _rows(m.swapped >= 0)
     if ax is None:
-        heights = [np.clip(.105 * len(m.kinds), 1.1, 4.5)] + [np.clip(.105 * len(m.swapped), .35, 2)] * swaps
+        heights = [np.clip(.105 * len(rows), 1.1, 4.5)] + [np.clip(.105 * len(swap_rows), .35, 2)] * swaps
         fig, axes = plt.subplots(1 + swaps, figsize=(width, sum(heights) + 1), dpi=80, sharex=True, squeeze=False, height_ratios=heights,
                                  layout='constrained')
         fig.patch.set_alpha(0)
         axes = axes[:, 0]
     else: axes = ax if isinstance(ax, (tuple, list, np.ndarray)) else (ax,)
-    drawn = _draw_map(axes[0], m, width) + _draw_preempted(axes[0], trace, m)
-    if swaps and len(axes) > 1: _draw_map(axes[1], m, width, swap=True)
+    drawn = _draw_map(axes[0], m, width, rows) + _draw_preempted(axes[0], trace, m)
+    if swaps and len(axes) > 1: _draw_map(axes[1], m, width, swap_rows, swap=True)
     axes[-1].set_xlabel('iteration')
     _tidy(*axes)
     if ax is None: _outside(fig, _map_handles(drawn), 'upper', width)
     return (*axes, None)[:2]
 
-# %% ../../nbs/57_paging.ipynb #4d858058
+# %% ../../nbs/57_paging.ipynb #2acae830
 def _in_numbers(trace: Trace, m: MemoryMap) -> str:
     "What a run did, to be compared with another."
     share = trace['used'].mean() / (m.kinds.shape[0] * trace.meta['memory']['block_size'])
@@ -189,14 +210,15 @@ def compare_memory(trace_a: Trace, trace_b: Trace, names: tuple[str, str] = ('a'
     order = np.array([number[name] for name in maps[1].names] + [-1])         # -1 stays -1
     maps[1] = maps[1]._replace(owners=order[maps[1].owners], swapped=order[maps[1].swapped], names=maps[0].names)
     columns, end = (2 if width >= 6 else 1), max(m.iterations[-1] for m in maps) + 1
-    high = np.clip(.105 * max(len(m.kinds) for m in maps), 1.1, 4.5)
+    shown = _rows(*(m.kinds > 0 for m in maps))
+    high = np.clip(.105 * len(shown), 1.1, 4.5)
     rows = 2 // columns
     fig, axes = plt.subplots(rows, columns, figsize=(width, (high + .5) * rows + .6), dpi=80, sharex=True, sharey=True,
                              layout='constrained')
     fig.patch.set_alpha(0)
     drawn = []
     for ax, m, trace, name in zip(axes, maps, (trace_a, trace_b), names):
-        drawn += _draw_map(ax, m, width / columns) + _draw_preempted(ax, trace, m)
+        drawn += _draw_map(ax, m, width / columns, shown) + _draw_preempted(ax, trace, m)
         ax.set_title(f'{name}: {_in_numbers(trace, m)}', pad=9)       # room for marks
     axes[0].set_xlim(min(m.iterations[0] for m in maps), end)
     for ax in axes if columns == 2 else axes[1:]: ax.set_xlabel('iteration')
@@ -205,7 +227,7 @@ def compare_memory(trace_a: Trace, trace_b: Trace, names: tuple[str, str] = ('a'
     _outside(fig, _map_handles(drawn), 'upper', width)
     return axes
 
-# %% ../../nbs/57_paging.ipynb #872bdb61
+# %% ../../nbs/57_paging.ipynb #43dd7175
 class _Canvas:
     "Boxes and words, placed in units of a block's width."
     def __init__(self, block_size: int):
@@ -214,7 +236,9 @@ class _Canvas:
     def box(self, x: float, y: float, w: float, h: float, **look) -> None:
         self.boxes.setdefault(tuple(sorted(look.items())), []).append([(x, y), (x + w, y), (x + w, y + h), (x, y + h)])
 
-    def word(self, x: float, y: float, text: str, size: float = 1.0, **look) -> None: self.words.append((x, y, text, size, look))
+    def word(self, x: float, y: float, text: str, size: float = 1.0, room: float = np.inf, **look) -> None:
+        "Left out when it would be wider than `room` units, or blocks are too small for words."
+        self.words.append((x, y, text, size, room, look))
 
     def block(self, x: float, y: float, colour: str | None, fill: int, new: int = 0, style: str = '-') -> None:
         "A block at its upper left corner: `fill` of its slots hold a token, the last `new` of them since this iteration."
@@ -230,14 +254,15 @@ class _Canvas:
     def draw(self, ax: Axes, scale: float) -> None:
         "scale: points per unit."
         for look, boxes in self.boxes.items(): ax.add_collection(PolyCollection(boxes, **dict(look)), autolim=False)
-        for x, y, text, size, look in self.words:
-            plain = dict(fontsize=min(8, max(5.2, .3 * scale * size)), color=_grey, va='center_baseline', ha='center')
-            ax.text(x, y, text, **plain | look)
+        for x, y, text, size, room, look in self.words:
+            points = min(8, max(5.2, .3 * scale * size))
+            if room < np.inf and (scale < 11 or .64 * points * len(text) > room * scale): continue
+            ax.text(x, y, text, **dict(fontsize=points, color=_grey, va='center_baseline', ha='center') | look)
         for a, b, colour in self.arrows:
             ax.add_patch(FancyArrowPatch(a, b, arrowstyle='-|>', mutation_scale=8, color=colour, lw=1.2, shrinkA=2, shrinkB=2,
                                          connectionstyle='arc3,rad=.18', zorder=4))
 
-# %% ../../nbs/57_paging.ipynb #91c940cf
+# %% ../../nbs/57_paging.ipynb #aa55a79a
 def _draw_tables(c: _Canvas, reel: Reel, x0: float, columns: int) -> float:
     "A row per sequence: its logical blocks, each with the number of the physical one above it; returns where they end."
     st, y, size = reel.state, 1.0, reel.state.block_size
@@ -247,20 +272,33 @@ def _draw_tables(c: _Canvas, reel: Reel, x0: float, columns: int) -> float:
     for s, table, swapped in rows:
         a, stop = st.request_of[s], st.computed[s]
         colour = hues[a.number % len(hues)]
-        c.word(x0 + 1.35, y + .25, st.called(s), 1.15, ha='right', color=colour, weight='bold')
+        c.word(x0 + 1.35, y + .25, _short(st.called(s), 6), 1.15, 1.9, ha='right', color=colour, weight='bold')
         for j, b in enumerate(table):
             x, dy = x0 + 1.5 + j % columns, j // columns
             fill = min(max(stop - j * size, 0), size)
             new = max(0, j * size + fill - max(starts.get(s, stop), j * size))
             if b >= 0:
                 c.block(x, y + dy, colour, fill, new, (0, (2, 1.5)) if swapped else '-')
-                c.word(x + .5, y + dy - .2, f'cpu {b}' if swapped else f'{b}')
+                c.word(x + .5, y + dy - .2, f'cpu {b}' if swapped else f'{b}', room=1.4 if swapped else 1)
             else: c.word(x + .5, y + dy + .25, 'left')
         y += 1 + (max(len(table), 1) - 1) // columns
     return y
 
-# %% ../../nbs/57_paging.ipynb #4c4d874b
-def _draw_pool(c: _Canvas, reel: Reel, x0: float, y0: float, columns: int) -> tuple[float, dict[int, tuple[float, float]]]:
+# %% ../../nbs/57_paging.ipynb #e97ed0ea
+_most_blocks = 270
+
+def _worth_drawing(num_blocks: int, used: set[int]) -> list[int]:
+    "All blocks of a small pool; of a large one, those in use."
+    return [*range(num_blocks)] if num_blocks <= _most_blocks else sorted(used)
+
+def _draw_more(c: _Canvas, x0: float, y: float, num_blocks: int, drawn: int) -> float:
+    "How many blocks are not drawn; returns where that ends."
+    if drawn == num_blocks: return y
+    c.word(x0, y + .2, f'and {num_blocks - drawn:,} more, free', ha='left')
+    return y + .7
+
+def _draw_pool(c: _Canvas, reel: Reel, x0: float, y0: float, blocks: list[int], columns: int
+               ) -> tuple[float, dict[int, tuple[float, float]]]:
     "The physical blocks with their fill and number of holders; returns where they end, and where each block stands."
     st, n, size = reel.state, reel.pool['num_blocks'], reel.state.block_size
     starts, owner, fills, news = dict(zip(st.plan.seq_ids.tolist(), st.plan.starts.tolist())), {}, st.fills(), {}
@@ -270,8 +308,8 @@ def _draw_pool(c: _Canvas, reel: Reel, x0: float, y0: float, columns: int) -> tu
             if s in starts: news[b] = max(news.get(b, 0), min(st.computed[s], (j + 1) * size) - max(starts[s], j * size))
     grey = {b for t in st.rounded.values() for b in t} | {b for spans in st.spare.values() for t in spans for b in t}
     short = set() if reel.paged else set(reel.short())
-    at = {b: (x0 + b % columns, y0 + .9 + b // columns) for b in range(n)}
-    c.word(x0, y0 + .1, f'pool: {n} physical blocks of {size} slots', ha='left')
+    at = {b: (x0 + i % columns, y0 + .9 + i // columns) for i, b in enumerate(blocks)}
+    c.word(x0, y0 + .1, f'pool: {n:,} physical blocks of {size} slots', ha='left')
     for b, (x, y) in at.items():
         fill, holders = fills.get(b, (0, 0))
         if b in owner: c.block(x, y, hues[owner[b] % len(hues)], fill, min(fill, news.get(b, 0)))
@@ -279,10 +317,11 @@ def _draw_pool(c: _Canvas, reel: Reel, x0: float, y0: float, columns: int) -> tu
         elif b in st.cached: c.box(x + .05, y, .9, .5, fc=_kind_looks['cached'], ec=slot_hues['cached'], lw=.8)
         elif b in short: c.box(x + .05, y, .9, .5, fc=_kind_looks['too short'], ec=slot_hues['external'], lw=.8)
         else: c.block(x, y, None, 0)
-        c.word(x + .5, y - .2, f'{b}' + (f' ×{holders}' if holders > 1 else ''), 1.0, **(dict(weight='bold') if holders > 1 else {}))
-    return y0 + 1.6 + (n - 1) // columns, at
+        if holders > 1: c.word(x + .5, y - .2, f'{b} ×{holders}', room=1.4, weight='bold')
+        else: c.word(x + .5, y - .2, f'{b}', room=1)
+    return _draw_more(c, x0, y0 + 1.6 + (len(blocks) - 1) // columns, n, len(blocks)), at
 
-# %% ../../nbs/57_paging.ipynb #e5a12f23
+# %% ../../nbs/57_paging.ipynb #7e63ff15
 def _draw_swap(c: _Canvas, reel: Reel, x0: float, y0: float, columns: int, pool: dict[int, tuple[float, float]]) -> float:
     "The swap pool, and arrows for what was moved in this iteration, there and inside the pool; returns where it ends."
     st, n = reel.state, reel.pool.get('num_swap_blocks', 0)
@@ -291,15 +330,16 @@ def _draw_swap(c: _Canvas, reel: Reel, x0: float, y0: float, columns: int, pool:
     middle = lambda p: (p[0] + .5, p[1] + .25)
     for src, dst in st.plan.copies.tolist(): c.arrows.append((middle(pool[src]), middle(pool[dst]), '#D55E00'))
     if not n: return y0
-    c.word(x0, y0 + .1, f'swap pool: {n} blocks on the CPU', ha='left')
-    at = {b: (x0 + b % columns, y0 + .9 + b // columns) for b in range(n)}
+    c.word(x0, y0 + .1, f'swap pool: {n:,} blocks on the CPU', ha='left')
+    blocks = _worth_drawing(n, {*held, *st.plan.swap_outs[:, 1].tolist(), *st.plan.swap_ins[:, 0].tolist()} - {-1})
+    at = {b: (x0 + i % columns, y0 + .9 + i // columns) for i, b in enumerate(blocks)}
     for b, (x, y) in at.items():
         r, fill = held.get(b, (None, 0))
         c.block(x, y, None if r is None else hues[r % len(hues)], fill, 0, (0, (2, 1.5)))
-        c.word(x + .5, y - .2, f'{b}')
+        c.word(x + .5, y - .2, f'{b}', room=1)
     for b, s in st.plan.swap_outs.tolist(): c.arrows.append((middle(pool[b]), middle(at[s]), '#6677CC'))
     for s, b in st.plan.swap_ins.tolist(): c.arrows.append((middle(at[s]), middle(pool[b]), '#6677CC'))
-    return y0 + 1.6 + (n - 1) // columns
+    return _draw_more(c, x0, y0 + 1.6 + (len(blocks) - 1) // columns, n, len(blocks))
 
 def _paging_handles(reel: Reel) -> list[Patch]:
     bar, st = hues[3], reel.state
@@ -310,27 +350,30 @@ def _paging_handles(reel: Reel) -> list[Patch]:
     if not reel.paged and reel.short(): looks.append(Patch(fc=_kind_looks['too short'], ec=slot_hues['external'], label='free, too short'))
     return looks
 
-# %% ../../nbs/57_paging.ipynb #65a1e312
+# %% ../../nbs/57_paging.ipynb #23578346
 def plot_paging(trace: Trace, iteration: int, width: float = 7.5) -> Axes:
     """Draw one iteration of a trace of level "full", as its attention read the tables: every sequence's block table, and the pool, with the
     fill of each block. Returns the axes; y grows downwards.
 
     Dark slots are written in this iteration, middle ones before, pale ones are granted and not written yet; "×3" is the number of tables
     that hold a block. Arrows: copies of copy-on-write, and moves to the swap pool and back. A contiguous memory's pool also shows what was
-    rounded off (grey) and free runs that are too short (pink). Raises ConfigError for another level, and for no such iteration.
+    rounded off (grey) and free runs that are too short (pink). Of a pool of more than 270 blocks, free ones are only counted; numbers
+    that would overlap are left out. Raises ConfigError for another level, and for no such iteration.
     """
     reel = Reel(trace)
     while (st := reel.step()) is not None and st.plan.iteration != iteration: pass
     if st is None: raise ConfigError(f'iteration {iteration} is not in this trace of {len(trace)} iterations')
-    wide, n, c = width >= 6, reel.pool['num_blocks'], _Canvas(st.block_size)
-    columns = max(8, -(-n // 16))
+    wide, n, c, moved = width >= 6, reel.pool['num_blocks'], _Canvas(st.block_size), st.plan
+    used = st.held() | st.cached | {*moved.copies.ravel().tolist(), *moved.swap_outs[:, 0].tolist(), *moved.swap_ins[:, 1].tolist()}
+    blocks = _worth_drawing(n, used if reel.paged else used | {*reel.short()})
+    columns = min(max(8, -(-len(blocks) // 16)), int(8 * width) - 14 * wide)            # at least 9 points wide
     across = columns if wide else max(columns, 9)
     longest = max([len(t) for t in [*st.tables.values(), *st.swap.values()]], default=1)
     if wide: entries = min(max(longest, 4), 12)
     else: entries, columns = across - 1, across
     tables_end = _draw_tables(c, reel, 0, entries)
     x0, y0 = (entries + 2.2, 0) if wide else (0, tables_end + .2)
-    y, at = _draw_pool(c, reel, x0, y0, columns)
+    y, at = _draw_pool(c, reel, x0, y0, blocks, columns)
     end = max(tables_end, _draw_swap(c, reel, x0, y + .1, columns, at))
     units = x0 + columns if wide else columns + .6
     scale = min(72 * (width - .1) / units, 36)
@@ -348,7 +391,7 @@ def plot_paging(trace: Trace, iteration: int, width: float = 7.5) -> Axes:
     c.draw(ax, scale)
     return ax
 
-# %% ../../nbs/57_paging.ipynb #48300569
+# %% ../../nbs/57_paging.ipynb #8304c304
 _bars = {'waiting': dict(fc=_pale, ec=_grey, lw=0, hatch='/////'),
          'preempted': dict(fc=to_rgba('#D55E00', .25), ec='#D55E00', lw=0, hatch='/////')}
 _bar_heights = {'waiting': .84, 'prefill': .84, 'decode': .42, 'preempted': .84}
@@ -375,7 +418,7 @@ def plot_timelines(trace: Trace, ax: Axes | None = None, width: float = 7.5) -> 
         at = [(line.finish, y + .5) for y, line in enumerate(lines.values()) if line.reason in reasons and line.finish is not None]
         if at: ax.plot(*zip(*at), **_mark_style(kind), gid=kind, clip_on=False); seen.add(kind)
     step = -(-len(lines) // 30)
-    ax.set_yticks(np.arange(0, len(lines), step) + .5, list(lines)[::step], fontsize=7)
+    ax.set_yticks(np.arange(0, len(lines), step) + .5, [_short(r, int(3 * width)) for r in lines][::step], fontsize=7)
     ax.set(ylim=(len(lines), 0), xlim=(0, max(trace.end, 1e-9)), xlabel='seconds', ylabel='request')
     _tidy(ax)
     if fig:

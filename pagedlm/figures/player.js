@@ -187,15 +187,14 @@ const pagedlm = (() => {
       return [['tokens so far', due], ['idle seats so far', `${idle} of ${(f + 1) * film.max_num_seqs}`],
         ['waiting', waiting.length + swapped.length], ...poolFacts(film.frames[f])];
     },
-    legend(film) {
+    legend() {
       const shape = (d, attrs) => el('path', {d, ...attrs}), grey = opacity => ({fill: 'currentColor', opacity}), hollow = {class: 'idle'};
-      const aborts = film.frames.some(frame => frame.events?.some(([kind]) => kind === 'abort'));
       return [[shape(box(4, 1, 18, 12), grey(0.55)), 'prompt'], [shape(box(4, 4, 18, 6), grey(0.55)), 'decode'],
         [shape(box(4.5, 3.5, 17, 6), hollow), 'idle seat'],
         [[shape(box(4, 4, 18, 6), grey(0.25)), shape(box(4.5, 4.5, 17, 6), hollow)], 'idle, and holds memory'],
         [[shape(box(4, 1, 18, 12), grey(0.15)), shape(hatch(4, 1, 18, 12), {class: 'line'})], 'waiting'],
         [shape('M13 1v12', {class: 'end'}), 'finished'], [shape(cross(13, 7), {class: 'cut'}), 'preempted'],
-        ...aborts ? [[shape(dagger(13, 7), {class: 'dagger'}), 'aborted']] : []];
+        [shape(dagger(13, 7), {class: 'dagger'}), 'aborted']];
     },
     draw(svg, film, f, size) {
       const at = layout(film, size), first = Math.max(0, f + 1 - at.columns), x = i => at.left + (i - first) * at.cell;
