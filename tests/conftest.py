@@ -21,13 +21,6 @@ def pytest_configure(config):
     os.environ.setdefault('OMP_WAIT_POLICY', 'passive')     # threads that spin at barriers are slow where cores are busy
 
 
-@pytest.hookimpl(tryfirst=True)                         # before xdist looks at the groups
-def pytest_collection_modifyitems(items):
-    "Tests of one file run in one process, since they share what is slow to make; notebooks and the papers' points each stand alone."
-    for item in items:
-        if item.path.stem not in ('test_notebooks', 'test_papers'): item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
 @pytest.fixture(scope='session')
 def copy_project():
     "f(target, *without): the project's files at `target`, less what git ignores and the names in `without`."

@@ -375,6 +375,7 @@ def test_a_part_is_drawn(page, view):
     for _ in range(12):
         e.drive['step'].click()
         page.evaluate('part => model.tell("msg:custom", part)', parts[-1])
+        page.evaluate('() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))')     # a picture is drawn with the next frame
         seen.append(picture())
     assert all(seen) and len(set(seen)) > 9 and where() == 'iteration 11 of 11'
     state = page.evaluate('model.attributes.film.frames')                   # also the model's own, of which a later view is made

@@ -19,7 +19,6 @@ from pagedlm.scheduling.scheduler import Scheduler
 from pagedlm.trace import Trace, replay
 
 sync_api = pytest.importorskip('playwright.sync_api', reason='playwright is not here: pip install playwright')
-pytestmark = pytest.mark.xdist_group('player')
 each_view = pytest.mark.parametrize('view', views)
 
 

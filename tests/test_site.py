@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote, urldefrag, urlparse
 
 import pytest
-from conftest import ROOT, SETTINGS
+from conftest import ROOT
 
 import pagedlm
 

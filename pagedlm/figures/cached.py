@@ -101,7 +101,7 @@ def filled(self: Findable, plan: Plan, result: StepResult, tables: Mapping[int, 
     for s, token in zip(plan.due.tolist(), result.tokens.tolist()):
         if token >= 0 and s not in self._beams: self._tokens[s].append(token)
 
-# %% ../../nbs/56_cached.ipynb #74465495
+# %% ../../nbs/56_cached.ipynb #871e7ae7
 @patch
 def find(self: Findable, tokens: Sequence[int], most: int) -> list[int]:
     "The blocks that hold the first of these tokens, as many as there are within the first `most`."
@@ -117,6 +117,6 @@ def find(self: Findable, tokens: Sequence[int], most: int) -> list[int]:
 @patch
 def filling(self: Findable, tokens: Sequence[int], index: int) -> list[int]:
     "The sequences that were let in to fill block `index` of these tokens, and have not yet."
-    upto, size = (index + 1) * self.block_size, self.block_size
+    upto = (index + 1) * self.block_size
     return [s for s, blocks in self._promised.items() if index in blocks and len(self._chains[s]) <= index
             and self._tokens[s][:upto] == list(tokens[:upto])]
