@@ -162,7 +162,7 @@ class Book:
         head = f'# {section}\n\n{{.lead}}\n{front.get("description", "")}\n\n{{.where}}\n{where}\n\n{self.myst(opening[1])}'
         cells, level, at = [nbformat.v4.new_markdown_cell(head)], 2, 0
         for cell in done.nb.cells:
-            if cell.cell_type == 'raw' or cell.source.startswith('<!-- WARNING: THIS FILE WAS AUTO'): continue
+            if cell.cell_type == 'raw' or cell.source.startswith(('<!-- WARNING: THIS FILE WAS AUTO', '[Open in Colab](')): continue
             if cell.cell_type == 'markdown':
                 if headings := re.findall(r'^##+ (.+)', cell.source, re.M): level, section = 3, headings[-1]
                 cells.append(nbformat.v4.new_markdown_cell(self.myst(cell.source)))
