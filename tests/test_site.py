@@ -263,3 +263,9 @@ def test_explorer_shows_its_widgets(page):
     page.goto('/explorer.html')
     page.wait_for_selector('.jupyter-widgets button')
     assert page.locator('.jupyter-widgets svg[role=img]').count()
+
+
+def test_cheat_sheet_prints_on_one_page(page):
+    page.goto('/cheat_sheet.html')
+    paper = page.pdf(prefer_css_page_size=True)
+    assert len(re.findall(rb'/Type\s*/Page[^s]', paper)) == 1

@@ -61,8 +61,8 @@ def point(fitted: dict, setup: str, data: str, system: str, rate: float, duratio
 
 # calibration, on the two figures of OPT-13B alone: 27 ms a step, 0.28 ms for each sequence, 0.7 us for each KV token (the fit in the papers' README).
 # FasterTransformer's first points of one request alone are 24 ms a token, so that 23 of the 27 read the weights and the rest is the host's.
-# With that host Orca's baselines would be up to 27 % too quick in these figures: theirs took 2.1 times as long for a step, to the tenth for which the worst of their
-# six rates is nearest.
+# With that host Orca's baselines would be up to 27 % too quick in these figures: theirs was slower, and with 2.1 times as long for a step
+# their six rates are between 11 % too low and 10 % too high.
 
 FITTED = dict(c0=4e-3, c1=.28e-3, e_kv=.75)
 ORCA_HOST = 2.1, 1.0
