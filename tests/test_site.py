@@ -27,6 +27,7 @@ each_page = pytest.mark.parametrize('name', PAGES)
 def site(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp('site')/'_docs'
     done = subprocess.run([sys.executable, ROOT/'tools'/'docs.py', '--out', out], cwd=ROOT, capture_output=True, text=True)
+    if 'needs npm' in done.stderr and not os.environ.get('CI_NEEDS_BROWSER'): pytest.skip(done.stderr.strip())
     if done.returncode: pytest.fail(f'the site was not built:\n{(done.stdout + done.stderr)[-6000:]}', pytrace=False)
     return out
 

@@ -64,12 +64,13 @@ def _budget(policy: str, tokens: int, longest: int) -> int:
     if policy not in [*policies]: raise ConfigError(f'policy={policy!r}: it is one of {", ".join(policies)}')
     return tokens if policies[policy].chunked else max(tokens, longest)
 
-# %% ../../nbs/59_explorer.ipynb #d27a0489
+# %% ../../nbs/59_explorer.ipynb #9d65f6d2
 class Action(NamedTuple):
     "Done to an engine that had done so many iterations: a request was added, or one was aborted (its id)."
     iteration: int
     what: Request | str
 
+# %% ../../nbs/59_explorer.ipynb #2d7d0c64
 class Session:
     """A live engine and the log of what was done to it.
 
@@ -109,10 +110,12 @@ class Session:
         self._open = [r for r in self._open if _has(self.engine, r)]
         return [*self._open]
 
-    def __repr__(self) -> str:
-        s = self.engine.scheduler
-        return (f'after {self.iteration} iterations: {s.num_running} sequences running, {s.num_waiting} requests waiting, '
-                f'{s.num_swapped} swapped out; {s.memory.num_free_blocks} of {s.memory.num_blocks} blocks free')
+# %% ../../nbs/59_explorer.ipynb #1ca44b13
+@patch
+def __repr__(self: Session) -> str:
+    s = self.engine.scheduler
+    return (f'after {self.iteration} iterations: {s.num_running} sequences running, {s.num_waiting} requests waiting, '
+            f'{s.num_swapped} swapped out; {s.memory.num_free_blocks} of {s.memory.num_blocks} blocks free')
 
 # %% ../../nbs/59_explorer.ipynb #c32ac3f1
 def _has(engine: Engine, request_id: str) -> bool:
@@ -410,7 +413,7 @@ def _set(self: Explorer, name: str, change: Any) -> None:
         return ' '.join(self.session.refused.values())
     self._does(act)()
 
-# %% ../../nbs/59_explorer.ipynb #22bcb4cd
+# %% ../../nbs/59_explorer.ipynb #6889d71f
 @patch
 def refresh(self: Explorer) -> None:
     "Show what is new in the session, also when code has driven it."
@@ -433,6 +436,7 @@ def refresh(self: Explorer) -> None:
         c.value, c.disabled = s.settings[name], s.is_fixed or name in _idle_settings(s.settings)
     self._quiet = False
 
+# %% ../../nbs/59_explorer.ipynb #b6b3998f
 @patch
 def _begin(self: Explorer, keep: int) -> None:
     "With an engine that has not been shown."

@@ -64,7 +64,7 @@ def _goings(st: State) -> list[str]:
         else: out.append(f'{does}: of its {_some(len(had), "block")} {gone or "none"} {_is(gone)} given back, others hold the rest')
     return out
 
-# %% ../../nbs/56_frames.ipynb #00970ecd
+# %% ../../nbs/56_frames.ipynb #39aa24e2
 def _reason(reel: Reel, n: Need) -> str:
     "Of one who does not wait for blocks."
     name, seats, blocks = reel.state.head.request_id, reel.settings['max_num_seqs'], reel.pool['num_blocks']
@@ -93,6 +93,7 @@ def _waits(reel: Reel) -> str:
     spare = f' and {n.keep} to spare' if n.blocks <= n.free or n.keep > 1 else ''
     return f' {who}: {name} needs {_some(n.blocks, "block")}{spare}, {n.free} {_is(n.free)} free.'
 
+# %% ../../nbs/56_frames.ipynb #56e218bc
 def said(reel: Reel) -> str:
     "What happened in the iteration that a reel stands at, in a sentence or two."
     st, plan = reel.state, reel.state.plan

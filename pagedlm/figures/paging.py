@@ -120,7 +120,7 @@ def _short(name: str, most: int = 24) -> str:
     "A name that a figure has room for."
     return name if len(name) <= most else name[:most - 1] + '…'
 
-# %% ../../nbs/57_paging.ipynb #a525d274
+# %% ../../nbs/57_paging.ipynb #82036ec9
 def _draw_map(ax: Axes, m: MemoryMap, width: float, rows: np.ndarray, swap: bool = False) -> list[str]:
     "Blocks `rows` of the pool, or of the swap pool; returns the kinds that were drawn."
     owners, x, total = m.swapped if swap else m.owners, m.iterations, len(m.swapped if swap else m.owners)
@@ -143,6 +143,7 @@ def _draw_map(ax: Axes, m: MemoryMap, width: float, rows: np.ndarray, swap: bool
     ax.xaxis.get_major_locator().set_params(integer=True)
     return drawn
 
+# %% ../../nbs/57_paging.ipynb #eacbb0d5
 def _draw_preempted(ax: Axes, trace: Trace, m: MemoryMap) -> list[str]:
     "A mark above the map for each preemption; returns the kinds that were drawn."
     drawn, (first, last) = [], m.iterations[[0, -1]]
@@ -430,7 +431,7 @@ def plot_timelines(trace: Trace, ax: Axes | None = None, width: float = 7.5) -> 
         _outside(fig, [h for k, h in looks.items() if k in seen], 'upper', width)
     return ax
 
-# %% ../../nbs/57_paging.ipynb #2ba6a77a
+# %% ../../nbs/57_paging.ipynb #6b99697b
 _step_kinds = {'with prompts': hues[1], 'decode only': hues[0], 'nothing computed': _grey}
 
 def step_kinds(trace: Trace) -> np.ndarray:
@@ -438,6 +439,7 @@ def step_kinds(trace: Trace) -> np.ndarray:
     chunks, tokens = trace['num_chunks'], trace['num_tokens']
     return np.where(chunks == 0, 2, np.where(tokens > chunks, 0, 1))
 
+# %% ../../nbs/57_paging.ipynb #2f77cd6b
 def plot_step_time(trace: Trace, ax: tuple[Axes, Axes] | None = None, width: float = 7.5) -> tuple[Axes, Axes]:
     """Draw how long the steps took, from a trace of level "requests" or "full"; returns both axes.
 

@@ -364,7 +364,7 @@ def _sit(self: Reel) -> None:
     for s in st.tables:
         if s not in st.seats: st.seats[s] = free.pop()
 
-# %% ../../nbs/56_each_iteration.ipynb #f610127c
+# %% ../../nbs/56_each_iteration.ipynb #0c77bba5
 class Need(NamedTuple):
     """What the head of the line needs, and why it does not get it.
 
@@ -385,6 +385,7 @@ class Need(NamedTuple):
     left: int = 0
     by: str = ''
 
+# %% ../../nbs/56_each_iteration.ipynb #5667764d
 @patch
 def holes(self: Reel, taken: set[int]) -> list[range]:
     "The free runs of blocks in order; of a buddy system, the free chunks: as long as they can be, each at a multiple of its size."
@@ -407,7 +408,7 @@ def short(self: Reel) -> list[int]:
         if len(run) < n or self.pool['reserve'] == 'max': out += run[len(run) - len(run) % n:]
     return out
 
-# %% ../../nbs/56_each_iteration.ipynb #4e469d4c
+# %% ../../nbs/56_each_iteration.ipynb #273e7fe9
 @patch
 def _live(self: Reel, a: Actor) -> list[int]:
     "The sequences of a request that have not ended, when a plan was made; -1 for each that has no id yet."
@@ -431,6 +432,7 @@ def _found(self: Reel, a: Actor, leader: int, length: int, upto: int) -> tuple[l
     names = {x.request_id for x in who if x.place < a.place or x.number not in self._came}
     return found, 'another' if len(names) > 1 else ''.join(names)
 
+# %% ../../nbs/56_each_iteration.ipynb #8805b5b9
 @patch
 def _wanted(self: Reel, a: Actor, live: list[int], others: bool) -> tuple[int, int, str]:
     "Blocks that it would get, blocks that must stay free then, and who computes a prefix for it. others: somebody has a seat."
@@ -449,7 +451,7 @@ def _wanted(self: Reel, a: Actor, live: list[int], others: bool) -> tuple[int, i
     found, _ = self._found(a, live[0], lengths[0], upto)
     return blocks_for(upto, size) - sum(b in held for b in found), keep, by
 
-# %% ../../nbs/56_each_iteration.ipynb #a413e9a5
+# %% ../../nbs/56_each_iteration.ipynb #730ca9aa
 _known = ('continuous', 'static', 'unreserved', 'orca', 'vllm')
 
 @patch
@@ -477,6 +479,7 @@ def _need(self: Reel) -> Need | None:
     else: self._open = None if by or a.params.beam_width or self._left < self._least(a, live) else False
     return Need(a.number, blocks, keep, free, span, run, why, asks, left, by if why == 'prefix' else '')
 
+# %% ../../nbs/56_each_iteration.ipynb #275fb36c
 @patch
 def _why(self: Reel, a: Actor, live: list[int], there: set[Actor], seats: int, fits: bool, by: str) -> tuple[str, int, int]:
     "Why it waits, what it asks for and how much of that there is."
@@ -492,6 +495,7 @@ def _why(self: Reel, a: Actor, live: list[int], there: set[Actor], seats: int, f
     exact = not policies[policy].chunked or (st.plan.stops - st.plan.starts <= 1).all()      # else what was left may have been shared out
     return ('budget', least, left) if exact or not other[0] else ('', 0, 0)
 
+# %% ../../nbs/56_each_iteration.ipynb #038380e4
 @patch(as_prop=True)
 def _left(self: Reel) -> int:
     "Tokens of the iteration that nobody computes."

@@ -20,7 +20,7 @@ from .prefix_cache import PrefixCache
 # %% auto #0
 __all__ = ['BlockManager', 'check_pool', 'check_plan']
 
-# %% ../../nbs/14_block_manager.ipynb #ae0c1eb2
+# %% ../../nbs/14_block_manager.ipynb #64c50830
 class BlockManager:
     """The paged memory: allocator, block tables and copy-on-write behind one protocol, with a swap pool beside.
 
@@ -48,11 +48,6 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int: return self.allocator.num_free
-    @property
-    def settings(self) -> dict:
-        "The constructor's keywords, for a trace to keep: another such pool can be made of them."
-        return dict(num_blocks=self.num_blocks, block_size=self.block_size, num_swap_blocks=self.num_swap_blocks,
-                    prefix_caching=self.cache is not None)
 
     def table(self, seq: Sequence) -> list[int]:
         "The physical blocks of the sequence, in logical order, -1 for those released; empty when it holds none (or is swapped out)."
@@ -62,6 +57,13 @@ class BlockManager:
     def holders(self) -> dict[int, list[int]]:
         "Every row that holds blocks, and which."
         return {row: table.blocks.copy() for row, table in self._tables.items()}
+
+# %% ../../nbs/14_block_manager.ipynb #6c4a095e
+@patch(as_prop=True)
+def settings(self: BlockManager) -> dict:
+    "The constructor's keywords, for a trace to keep: another such pool can be made of them."
+    return dict(num_blocks=self.num_blocks, block_size=self.block_size, num_swap_blocks=self.num_swap_blocks,
+                prefix_caching=self.cache is not None)
 
 # %% ../../nbs/14_block_manager.ipynb #597cc7df
 @patch

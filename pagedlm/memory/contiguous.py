@@ -116,7 +116,7 @@ def lost(self: Buddy, n: int, alike: bool = False) -> int:
     "Free blocks that are no use for runs of `n`: in chunks too small for one. (A chunk that is not too small divides.)"
     return sum(size * len(starts) for size, starts in self._free.items() if size < n)
 
-# %% ../../nbs/15_contiguous.ipynb #65305a3c
+# %% ../../nbs/15_contiguous.ipynb #8ba1a7ed
 class ContiguousMemory:
     """The rival of paged memory: each sequence gets one run of consecutive blocks, reserved when it is admitted.
 
@@ -147,11 +147,6 @@ class ContiguousMemory:
 
     @property
     def num_free_blocks(self) -> int: return self.allocator.num_free
-    @property
-    def settings(self) -> dict:
-        "The constructor's keywords, for a trace to keep: another such memory can be made of them."
-        return dict(num_blocks=self.num_blocks, block_size=self.block_size, max_model_len=self.max_model_len, reserve=self.reserve,
-                    allocator='first_fit' if isinstance(self.allocator, Spans) else 'buddy')
 
     def _span(self, prompt_len: int, max_len: int | None) -> int:
         limit = self.max_model_len
@@ -160,6 +155,13 @@ class ContiguousMemory:
         return blocks_for(limit, self.block_size)
 
     def _measure(self) -> None: self._lost = self.allocator.lost(self._asked, self.reserve == 'max') * self.block_size
+
+# %% ../../nbs/15_contiguous.ipynb #efa5d389
+@patch(as_prop=True)
+def settings(self: ContiguousMemory) -> dict:
+    "The constructor's keywords, for a trace to keep: another such memory can be made of them."
+    return dict(num_blocks=self.num_blocks, block_size=self.block_size, max_model_len=self.max_model_len, reserve=self.reserve,
+                allocator='first_fit' if isinstance(self.allocator, Spans) else 'buddy')
 
 # %% ../../nbs/15_contiguous.ipynb #202c6599
 @patch

@@ -58,7 +58,7 @@ def _check_options(policy: str | Policy, preemption: str, max_num_seqs: int, max
         raise ConfigError(f'max_num_batched_tokens={max_num_batched_tokens} is less than max_model_len={max_model_len}, and under this policy '
                           f'a prompt is computed in one iteration or not at all')
 
-# %% ../../nbs/20_scheduler.ipynb #45f23977
+# %% ../../nbs/20_scheduler.ipynb #f5d8c67e
 class Scheduler:
     """Decides, iteration by iteration, which tokens of which sequences are computed (Orca section 3.1, vLLM section 4.5).
 
@@ -97,15 +97,15 @@ class Scheduler:
         self._pinned: list[tuple[Sequence, int]] = []       # aborted while plans are in flight, and the last of these
         self._ended: list[Sequence] = []                    # ended without a token, to be told by the next commit
         self._new, self._forget = [], []                    # sequences and ids that the executor is to be told
-        self._flights: deque[_Flight] = deque()
-        self._steady: _Steady | None = None                 # who ran in the last plan, when all of them decoded
+        self._flights, self._steady = deque(), None         # plans on their way; and who ran in the last one, when all of them decoded
 
-    @property
-    def settings(self) -> dict:
-        "The constructor's keywords that JSON can hold, for a trace to keep; the policy by its name."
-        return dict(policy=self.policy.name, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens,
-                    max_model_len=self.max_model_len, preemption=self.preemption, watermark=self.watermark,
-                    eos_token_ids=[*self.eos_token_ids], window=self.window, in_flight=self.in_flight)
+# %% ../../nbs/20_scheduler.ipynb #124b1dd8
+@patch(as_prop=True)
+def settings(self: Scheduler) -> dict:
+    "The constructor's keywords that JSON can hold, for a trace to keep; the policy by its name."
+    return dict(policy=self.policy.name, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens,
+                max_model_len=self.max_model_len, preemption=self.preemption, watermark=self.watermark,
+                eos_token_ids=[*self.eos_token_ids], window=self.window, in_flight=self.in_flight)
 
 # %% ../../nbs/20_scheduler.ipynb #f8be1dcb
 @patch

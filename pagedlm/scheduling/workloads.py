@@ -110,9 +110,10 @@ def w64() -> Workload:
     "W64: 64 requests of 32 to 256 prompt tokens and 16 to 256 output tokens, all given at once."
     return random_workload(64, (32, 256), (16, 256), seed=0, name='w64')
 
-# %% ../../nbs/23_workloads.ipynb #75c8b1a7
+# %% ../../nbs/23_workloads.ipynb #d659af04
 _MASK = 2**31 - 1
 
+# %% ../../nbs/23_workloads.ipynb #20b22a9d
 class Prompts(AnySequence):
     """Prompts that are made when they are looked at: `prompts[i]` is a new int32 array [lens[i]]; of a slice or an index array, Prompts.
 
