@@ -19,7 +19,7 @@ from .core import ConfigError, Plan, PromptLogprobs, StepResult, TokenLogprobs, 
 __all__ = ['usage_kinds', 'columns', 'Event', 'Columns', 'Trace', 'replay', 'tables_at', 'holders', 'Interval', 'Timeline',
            'timelines']
 
-# %% ../nbs/02_trace.ipynb #f9066547
+# %% ../nbs/02_trace.ipynb #bf01170d
 class Event(NamedTuple):
     """Something that plans and results cannot tell.
 
@@ -35,6 +35,11 @@ class Event(NamedTuple):
     request_id: str
     seq_id: int = -1
     detail: str = ''
+
+    @property
+    def priority(self) -> int:
+        "Of a request that arrives."
+        return int(self.detail.removeprefix('priority ') or 0)
 
 # %% ../nbs/02_trace.ipynb #bd5ed3d4
 usage_kinds = ('used', 'reserved', 'internal', 'external', 'cached', 'free')

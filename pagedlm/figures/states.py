@@ -167,7 +167,7 @@ def step(self: Reel) -> State | None:
     self._sit()
     return st
 
-# %% ../../nbs/56_each_iteration.ipynb #fd6e966c
+# %% ../../nbs/56_each_iteration.ipynb #be9a0d84
 @patch
 def _look_ahead(self: Reel) -> dict[int, tuple[int, SamplingParams, Sequence[int]]]:
     "Prompt length, parameters and prompt of each request that a later plan names, by its number."
@@ -182,7 +182,7 @@ def _look_ahead(self: Reel) -> dict[int, tuple[int, SamplingParams, Sequence[int
 @patch
 def _arrives(self: Reel, e: Event) -> None:
     "A request gets its number, and its place in line."
-    n, priority = len(self.state.requests), int(e.detail.removeprefix('priority ') or 0)
+    n, priority = len(self.state.requests), e.priority
     place = e.iteration + self.patience * priority, n
     prompt, params, tokens = self._prompts.get(n, (0, None, ()))
     a = self._now[e.request_id] = Actor(e.request_id, n, e.iteration, place, prompt, params, tokens=tokens)
